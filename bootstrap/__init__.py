@@ -1,0 +1,1 @@
+"""Starting a run: the run file, the genesis weights and the rendezvous daemon. Never trains."""

@@ -1,0 +1,83 @@
+"""The rendezvous daemon: where newcomers find the run. It trains nothing, follows every round and serves the state."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from swarm.documents import Signed
+from swarm.history import History, RoundLine
+from swarm.identity import Identity
+from swarm.lifecycle import live
+from swarm.manifest import Manifest
+from swarm.membership import NodeRecord, State
+from swarm.network import Network
+from swarm.participant import Participant
+from swarm.release import VERSION
+from swarm.store import ShardStore
+
+
+async def serve(
+    manifest: Signed[Manifest],
+    *,
+    identity: Identity,
+    home: Path,
+    store: ShardStore,
+    listen: Sequence[str],
+    announce: Sequence[str],
+    name: str,
+    on_addresses: Callable[[list[str]], None],
+    on_state: Callable[[State, str], None],
+    on_round: Callable[[RoundLine], None],
+    say: Callable[[str], None],
+) -> None:
+    """Serve a run until SIGINT or SIGTERM.
+
+    Args:
+        manifest, store: from `bootstrap.genesis.prepare_run`.
+        identity: the author's.
+        home: folder of the daemon, for the address book.
+        listen, announce: multiaddresses, see `swarm.network.Network.start`.
+        name: shown to others.
+        on_addresses: called once with the addresses that others can join.
+        on_state, on_round, say: tell people what happens.
+
+    Raises:
+        UserError: the port is in use.
+        SpesError: something the daemon needs has ended.
+    """
+    network = await Network.start(identity, listen=listen, announce=announce, book_path=home / "peers.json")
+    try:
+        addresses = await network.addresses()
+        on_addresses(addresses)
+        run = manifest.document
+        history = History(store.folder / "history.jsonl", run.round.total, run.model.num_experts, on_round)
+        participant = Participant(
+            manifest,
+            identity=identity,
+            network=network,
+            store=store,
+            record=NodeRecord(
+                run=manifest.digest,
+                version=VERSION,
+                name=name,
+                role="rendezvous",
+                state="starting",
+                reason="",
+                addresses=tuple(addresses[:4]),
+                round=0,
+                commit="",
+                digest="",
+                tokens=0,
+                capacity=0,
+                device="",
+                seconds_per_step=0.0,
+                trained_tokens=0,
+                sent=0,
+                received=0,
+            ),
+            trainer=None,
+            on_commit=history.add,
+            on_state=on_state,
+        )
+        await live(participant, [network.watch()], say, stay=True)
+    finally:
+        await network.close()

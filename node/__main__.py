@@ -1,0 +1,5 @@
+"""`python -m node` is `spes-node`."""
+
+from node.cli import main
+
+main()

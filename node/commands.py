@@ -1,0 +1,179 @@
+"""What each command does: from parsed options to the daemon, the rendezvous or a report."""
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from model.errors import UserError
+from node.console import Console, describe_run, join_line
+from node.names import spoken_name
+
+
+def run_async(main: Coroutine[Any, Any, None], *, verbose: bool) -> None:
+    """Run a coroutine on uvloop, with the log on standard error."""
+    import uvloop
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname).4s %(name)s: %(message)s")
+    if verbose:
+        for package in ("swarm", "bootstrap", "node"):
+            logging.getLogger(package).setLevel(logging.DEBUG)
+    uvloop.run(main)
+
+
+def default_home(kind: str) -> Path:
+    """Where a daemon keeps its things: `$SPES_HOME`, else the user's data folder (XDG)."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(os.environ.get("SPES_HOME") or Path(data) / "spes") / kind
+
+
+def multiaddress(place: str) -> str:
+    """`HOST:PORT` as a multiaddress; HOST is an IPv4 address, or an IPv6 address in brackets. Raises UserError."""
+    import ipaddress
+
+    host, _, port = place.rpartition(":")
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+        if not 0 <= int(port) < 65536:
+            raise ValueError(port)
+    except ValueError:
+        raise UserError(
+            f"--listen {place}: not HOST:PORT with an IP address of this machine, such as 0.0.0.0:31337"
+        ) from None
+    return f"/ip{address.version}/{address}/tcp/{int(port)}"
+
+
+def new(options: argparse.Namespace) -> None:
+    """Write a run file."""
+    from bootstrap.run_file import write_preset
+
+    write_preset(options.preset, options.output)
+    print(f"{options.output} is written. Edit it, then: spes-node bootstrap {options.output}")
+
+
+def bootstrap(options: argparse.Namespace) -> None:
+    """Start a run, or go on with it, and serve it."""
+    from bootstrap.genesis import prepare_run
+    from bootstrap.rendezvous import serve
+    from bootstrap.run_file import read_run_file
+    from node.corpus import load_corpus
+    from swarm.identity import Identity
+
+    run_file = read_run_file(options.run_file)
+    listen = multiaddress(options.listen)
+    fingerprint, num_blocks = "", 0
+    if run_file.data.source != "own":
+        corpus = load_corpus(run_file.data, run_file.run.seed, options.data)
+        fingerprint, num_blocks = corpus.fingerprint, corpus.num_blocks
+    home = options.home or default_home("bootstrap")
+    identity = Identity.open(home / "identity.key")
+    console = Console()
+    manifest, store = prepare_run(
+        run_file, identity, home, fingerprint=fingerprint, num_blocks=num_blocks, say=console.say
+    )
+
+    def on_addresses(addresses: list[str]) -> None:
+        console.fact("run", describe_run(manifest.document))
+        console.fact("home", str(home))
+        console.say(f"\nJoin with another box, or in another terminal:\n  {join_line(addresses)}\n")
+
+    run_async(
+        serve(
+            manifest,
+            identity=identity,
+            home=home,
+            store=store,
+            listen=[listen],
+            announce=options.announce,
+            name=options.name or spoken_name(identity.node_id),
+            on_addresses=on_addresses,
+            on_state=console.state,
+            on_round=console.round,
+            say=console.say,
+        ),
+        verbose=options.verbose,
+    )
+
+
+def join(options: argparse.Namespace) -> None:
+    """Take part in a run."""
+    from node.daemon import Joined, Listeners, NodeSettings
+    from node.daemon import join as join_run
+    from node.trainer_process import TrainerSettings
+    from swarm.identity import Identity
+    from swarm.network import peer_of
+    from swarm.release import VERSION
+
+    for address in options.peers:
+        peer_of(address)
+    home = options.home or default_home("node")
+    listen = multiaddress(options.listen)
+    identity = Identity.open(home / "identity.key")
+    name = options.name or spoken_name(identity.node_id)
+    console = Console()
+
+    def on_joined(joined: Joined) -> None:
+        trainer, run = joined.trainer, joined.manifest.document
+        console.fact("run", describe_run(run))
+        console.fact("device", f"{trainer.device}, {trainer.dtype} ({trainer.reason})")
+        reason = f"--experts {options.experts}" if options.experts else "no limit was given; set one with --experts N"
+        console.fact("experts", f"up to {joined.capacity} of {run.model.num_experts} ({reason})")
+        console.fact("home", str(home))
+        console.fact("invite", join_line(joined.addresses))
+
+    console.say(f"spes-node {VERSION}: {name} ({identity.node_id})")
+    settings = NodeSettings(
+        home=home,
+        peers=options.peers,
+        listen=[listen],
+        announce=options.announce,
+        run_id=options.run,
+        name=name,
+        experts=options.experts,
+        trainer=TrainerSettings(data=options.data, device=options.device, threads=options.threads),
+    )
+    tell = Listeners(
+        say=console.say,
+        on_joined=on_joined,
+        on_state=console.state,
+        on_round=console.round,
+        on_progress=lambda step, loss: None,
+    )
+    run_async(join_run(settings, identity, tell), verbose=options.verbose)
+
+
+def status(options: argparse.Namespace) -> None:
+    """Report on a swarm."""
+    from node.status import report
+
+    run_async(report(options.peers, options.run, as_json=options.json), verbose=options.verbose)
+
+
+def export(options: argparse.Namespace) -> None:
+    """Write a checkpoint from a node's shard store."""
+    from model.export import export_checkpoint
+    from node.stores import open_store
+
+    manifest, store = open_store(options.home or default_home("node"), options.run)
+    assert store.head is not None
+    export_checkpoint(manifest.model, store.values, options.output)
+    print(f"round {store.head.document.round} of {manifest.name} is in {options.output}")
+
+
+def demo(options: argparse.Namespace) -> None:
+    """Run the demonstration."""
+    from node.demo import run_demo
+
+    run_demo(options.output, options.data, options.rounds)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "new": new,
+    "bootstrap": bootstrap,
+    "join": join,
+    "status": status,
+    "export": export,
+    "demo": demo,
+}

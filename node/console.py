@@ -1,0 +1,106 @@
+"""What a person sees in the terminal: the first screen, states with reasons, one line per round."""
+
+import sys
+import time
+
+from swarm.history import RoundLine
+from swarm.manifest import Manifest
+
+HEADER = (
+    f"{'round':>9}  {'loss':>7}  {'held-out':>8}  {'tokens/s':>9}  {'nodes':>5}  {'experts':>7}  {'moved':>9}  next"
+)
+REASON_SECONDS = 5.0
+"""A reason that keeps changing, such as a countdown, is printed this often."""
+
+
+def size(count: float) -> str:
+    """Bytes for people, in units of 1,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def quantity(count: float) -> str:
+    """A count for people: 3.48M."""
+    for unit in ("", "k", "M", "B"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"
+
+
+def round_row(line: RoundLine) -> str:
+    """One aligned line about a round.
+
+    The held-out loss is that of the state the round started from; `next` is how long the next round takes if it takes
+    as long as this one.
+    """
+    last = line.rounds and line.round >= line.rounds
+    return "  ".join(
+        [
+            f"{f'{line.round}/{line.rounds}' if line.rounds else line.round:>9}",
+            f"{line.loss:7.3f}",
+            f"{line.heldout_loss:8.3f}" if line.heldout_loss is not None else f"{'-':>8}",
+            f"{line.tokens_per_second:9,.0f}",
+            f"{f'{line.nodes}/{line.nodes + line.missing}':>5}",
+            f"{f'{line.covered}/{line.experts}':>7}",
+            f"{size(line.bytes_moved):>9}",
+            "done" if last else f"in {line.seconds:.0f} s",
+        ]
+    )
+
+
+def describe_run(manifest: Manifest) -> str:
+    """A run in one line."""
+    model, rounds = manifest.model, manifest.round
+    total = f"{rounds.total} rounds" if rounds.total else "rounds without end"
+    return (
+        f"{manifest.name}: {model.num_layers} layers, width {model.hidden_size}, {model.num_experts} experts, "
+        f"top-{model.experts_per_token}; {total} of {rounds.local_steps} steps"
+    )
+
+
+def join_line(addresses: list[str]) -> str:
+    """The command with which another box joins: over the network if this one is reachable there, else on this box."""
+    outside = [address for address in addresses if not address.startswith(("/ip4/127.", "/ip6/::1/"))]
+    return "spes-node join --peers " + " ".join(outside or addresses)
+
+
+class Console:
+    """Prints to standard output, one line at a time."""
+
+    def __init__(self) -> None:
+        self._header_shown = False
+        self._shown: tuple[str, str] = ("", "")
+        self._time = float("-inf")
+
+    def say(self, text: str) -> None:
+        """One line."""
+        print(text, flush=True)
+
+    def fact(self, word: str, text: str) -> None:
+        """One line of the first screen."""
+        self.say(f"{word:<9} {text}")
+
+    def state(self, state: str, reason: str) -> None:
+        """A state and why; a change of the reason alone is shown every few seconds."""
+        now = time.monotonic()
+        quiet = state in ("training", "averaging") or "is being planned" in reason or "without this node" in reason
+        if quiet or (state, reason) == self._shown or (state == self._shown[0] and now - self._time < REASON_SECONDS):
+            return
+        self._shown, self._time = (state, reason), now
+        self.say(f"{state}: {reason}")
+
+    def round(self, line: RoundLine) -> None:
+        """The row of a round, with the header above the first one."""
+        if not self._header_shown:
+            self._header_shown = True
+            self.say(HEADER)
+        self.say(round_row(line))
+
+    def error(self, text: str) -> None:
+        """One line on standard error."""
+        sys.stdout.flush()
+        print(f"spes-node: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,120 @@
+"""The daemon of a volunteer's box: joins the swarm, keeps a trainer busy, and leaves without a trace."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.trainer_process import TrainerProcess, TrainerSettings
+from swarm.discovery import find_manifest
+from swarm.documents import Signed
+from swarm.history import History, RoundLine
+from swarm.identity import Identity
+from swarm.lifecycle import live
+from swarm.manifest import Manifest
+from swarm.membership import NodeRecord, State
+from swarm.network import Network
+from swarm.participant import Participant
+from swarm.release import VERSION
+from swarm.store import ShardStore, run_folder, write_durably
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What differs between two boxes of the same run."""
+
+    home: Path
+    """Folder of this node: identity, address book, shard stores."""
+    peers: Sequence[str]
+    listen: Sequence[str]
+    announce: Sequence[str]
+    run_id: str | None
+    name: str
+    experts: int | None
+    """Most experts to train; None means all of the run's."""
+    trainer: TrainerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What a node knows when it is about to take part, for the first screen."""
+
+    node_id: str
+    manifest: Signed[Manifest]
+    addresses: list[str]
+    capacity: int
+    trainer: TrainerProcess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listeners:
+    """Who is told what happens."""
+
+    say: Callable[[str], None]
+    on_joined: Callable[[Joined], None]
+    on_state: Callable[[State, str], None]
+    on_round: Callable[[RoundLine], None]
+    on_progress: Callable[[int, float], None]
+
+
+async def join(settings: NodeSettings, identity: Identity, tell: Listeners) -> None:
+    """Join a run and take part until it is complete, or SIGINT or SIGTERM arrives.
+
+    Raises:
+        UserError: wrong peers, data, device or disk; nothing was changed.
+        SpesError: something the node needs has ended.
+    """
+    tell.say("looking for the swarm")
+    network = await Network.start(
+        identity,
+        listen=settings.listen,
+        announce=settings.announce,
+        peers=settings.peers,
+        book_path=settings.home / "peers.json",
+    )
+    trainer = None
+    try:
+        manifest = await find_manifest(network, settings.run_id)
+        run = manifest.document
+        store = ShardStore.open(run_folder(settings.home, manifest), manifest.digest)
+        write_durably(store.folder / "manifest", manifest.wire)
+        tell.say(f"run {run.name} {manifest.digest[:12]}: loading the model and the text")
+        trainer = await TrainerProcess.start(run, settings.trainer, tell.on_progress)
+        capacity = min(run.model.num_experts, settings.experts or run.model.num_experts)
+        addresses = await network.addresses()
+        tell.on_joined(
+            Joined(node_id=identity.node_id, manifest=manifest, addresses=addresses, capacity=capacity, trainer=trainer)
+        )
+        history = History(store.folder / "history.jsonl", run.round.total, run.model.num_experts, tell.on_round)
+        participant = Participant(
+            manifest,
+            identity=identity,
+            network=network,
+            store=store,
+            record=NodeRecord(
+                run=manifest.digest,
+                version=VERSION,
+                name=settings.name,
+                role="trainer",
+                state="starting",
+                reason="",
+                addresses=tuple(addresses[:4]),
+                round=0,
+                commit="",
+                digest="",
+                tokens=0,
+                capacity=capacity,
+                device=f"{trainer.device} {trainer.dtype}",
+                seconds_per_step=0.0,
+                trained_tokens=0,
+                sent=0,
+                received=0,
+            ),
+            trainer=trainer,
+            on_commit=history.add,
+            on_state=tell.on_state,
+        )
+        await live(participant, [network.watch(), trainer.watch()], tell.say)
+    finally:
+        if trainer is not None:
+            await trainer.close()
+        await network.close()

@@ -1,0 +1,1 @@
+"""The network: identity, signed records, leases, rounds, shards. Knows hivemind and bytes, never a torch model."""

@@ -1,0 +1,98 @@
+"""The board: documents of the rounds in progress as they arrive, and a way to wait for them."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from swarm.documents import Commit, Contribution, Document, Leave, Plan, Reduction, Signed
+
+T = TypeVar("T")
+
+ROUNDS_AHEAD = 2
+"""Documents of rounds further ahead than this are refused; a node that is so far behind reads the chain instead."""
+
+
+class Board:
+    """What is known about the current rounds. Documents of the same kind, round and signer replace each other."""
+
+    def __init__(self) -> None:
+        self.plans: dict[int, dict[str, Signed[Plan]]] = {}
+        """By round, then by leader."""
+        self.commits: dict[int, dict[str, Signed[Commit]]] = {}
+        """By round, then by leader."""
+        self.contributions: dict[tuple[int, str], dict[str, Signed[Contribution]]] = {}
+        """By round and digest of the plan, then by node."""
+        self.reductions: dict[tuple[int, str], dict[str, Signed[Reduction]]] = {}
+        """By round and digest of the plan, then by node."""
+        self.lost: set[str] = set()
+        """Nodes that do not answer any more, in this round."""
+        self._left: dict[str, int] = {}
+        self.committed = 0
+        """Round of this node's head."""
+        self._changed = asyncio.Event()
+
+    def post(self, signed: Signed[Document]) -> str:
+        """Take a document; returns why it is refused, or an empty string."""
+        document = signed.document
+        if isinstance(document, Leave):
+            self._left[document.node] = max(document.round, self._left.get(document.node, 0))
+        elif isinstance(document, Plan | Commit | Contribution | Reduction):
+            if not self.committed < document.round <= self.committed + ROUNDS_AHEAD:
+                return f"round {document.round} is not in progress here, {self.committed + 1} is"
+            match document:
+                case Plan():
+                    self.plans.setdefault(document.round, {})[signed.signer] = cast(Signed[Plan], signed)
+                case Commit():
+                    self.commits.setdefault(document.round, {})[signed.signer] = cast(Signed[Commit], signed)
+                case Contribution():
+                    places = self.contributions.setdefault((document.round, document.plan), {})
+                    places[signed.signer] = cast(Signed[Contribution], signed)
+                case Reduction():
+                    results = self.reductions.setdefault((document.round, document.plan), {})
+                    results[signed.signer] = cast(Signed[Reduction], signed)
+        self.notify()
+        return ""
+
+    def excused(self, node: str, number: int) -> bool:
+        """Whether nobody should wait for a node in a round: it has left, or does not answer."""
+        return node in self.lost or self._left.get(node, -1) >= number - 1
+
+    def lose(self, node: str) -> None:
+        """Note that a node does not answer."""
+        self.lost.add(node)
+        self.notify()
+
+    def advance(self, committed: int) -> None:
+        """The head is now `committed`: forget what belongs to it and to earlier rounds."""
+        self.committed = committed
+        self.lost.clear()
+        for plans in (self.plans, self.commits):
+            for number in [n for n in plans if n <= committed]:
+                del plans[number]
+        for documents in (self.contributions, self.reductions):
+            for key in [k for k in documents if k[0] <= committed]:
+                del documents[key]
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake everybody who waits."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def changed(self, seconds: float) -> None:
+        """Wait until the board changes, at most `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def until(self, ready: Callable[[], T | None], seconds: float) -> T | None:
+        """Wait until `ready` returns something, looking again at every change; None after `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                while (found := ready()) is None:
+                    await self._changed.wait()
+                return found
+        except TimeoutError:
+            return ready()

@@ -1,0 +1,294 @@
+"""The signed documents of a run, their canonical bytes and their envelope.
+
+A document is a frozen value. Its canonical form is msgpack of a map with sorted keys; the SHA-256 of that is its
+digest. On the wire it travels in an envelope with the signer's public key and the signature.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgpack
+from pydantic import Field, ValidationError
+
+from model.settings import Settings
+from swarm.identity import Identity, NodeId, node_id_of, verify
+from swarm.manifest import Manifest
+
+MAX_DOCUMENT_BYTES = 1 << 20
+_DOMAIN = b"spes-document/1\n"
+"""What the signature covers besides the body: a signature made for another purpose is never a document."""
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""SHA-256 in hexadecimal."""
+Node = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{46,64}$")]
+ShardName = Annotated[str, Field(pattern=r"^[a-z0-9.]{1,64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Blocks = tuple[Count, Count]
+"""Half-open range of block ids."""
+
+
+class ShardState(Settings):
+    """What the commit says about one shard."""
+
+    version: Count
+    """Round that produced these values."""
+    digest: Digest
+    """Of the values: little-endian fp32."""
+    size: Count
+    """Bytes of the values."""
+
+
+class Member(Settings):
+    """What the plan asks of one roster member."""
+
+    blocks: tuple[Blocks, ...]
+    """Training blocks, in the order of use."""
+    heldout: Blocks
+    """Held-out blocks to evaluate before training."""
+
+
+class Document(Settings):
+    """Base of what is signed during a run."""
+
+    kind: str
+    run: Digest
+
+
+class Plan(Document):
+    """What will be done in a round."""
+
+    kind: Literal["plan"] = "plan"
+    round: Count
+    parent: Digest
+    """Digest of the commit this round starts from."""
+    leader: Node
+    roster: dict[Node, Member]
+    owners: dict[Node, tuple[Count, ...]]
+    """Experts of each owner."""
+    local_steps: Count
+    train_seconds: float
+    """Training ends after this time whatever was reached, counted from the plan's arrival."""
+    reduce_seconds: float
+    """After this further time the commit is written with what there is."""
+
+
+class Contribution(Document):
+    """What a node offers at the end of its training."""
+
+    kind: Literal["contribution"] = "contribution"
+    round: Count
+    plan: Digest
+    node: Node
+    tokens: Count
+    steps: Count
+    used_blocks: Count
+    """Blocks used, counted from the start of the plan's ranges."""
+    loss: float
+    """Mean training loss (cross-entropy, nats per token) over the steps."""
+    heldout_nats: float
+    heldout_tokens: Count
+    train_seconds: float
+    shards: dict[ShardName, Digest]
+
+
+class Result(Settings):
+    """The average of one shard."""
+
+    digest: Digest
+    contributors: tuple[Node, ...]
+
+
+class Reduction(Document):
+    """The results that one reducer has made so far in a round; a later one of the same node replaces it."""
+
+    kind: Literal["reduction"] = "reduction"
+    round: Count
+    plan: Digest
+    node: Node
+    results: dict[ShardName, Result]
+
+
+class Share(Settings):
+    """What one node added to a round."""
+
+    tokens: Count
+    steps: Count
+
+
+class Ledger(Settings):
+    """Where the swarm stands in the sequence of blocks."""
+
+    cursor: Count = 0
+    """First block that was never handed out."""
+    returned: tuple[Blocks, ...] = ()
+    """Blocks handed out and given back unused, in order."""
+
+
+class Commit(Document):
+    """What was done in a round. Round 0 is the genesis."""
+
+    kind: Literal["commit"] = "commit"
+    round: Count
+    parent: str
+    """Digest of the commit before; empty for the genesis."""
+    leader: Node
+    shards: dict[ShardName, ShardState]
+    holders: dict[ShardName, Node]
+    """Who certainly has the new values of a shard: its reducer."""
+    owners: dict[Node, tuple[Count, ...]]
+    shares: dict[Node, Share]
+    """Nodes whose contribution counted."""
+    missing: tuple[Node, ...]
+    """Roster members whose contribution did not arrive."""
+    tokens: Count
+    """Tokens trained by the run so far."""
+    ledger: Ledger
+    loss: float
+    """Token-weighted training loss of the round, nats per token."""
+    heldout_loss: float | None
+    """Nats per token on held-out text, of the state this round started from."""
+    train_seconds: float
+    reduce_seconds: float
+
+    @property
+    def state(self) -> str:
+        """Digest of the whole model state: what every synchronised node reports."""
+        return state_digest({name: shard.digest for name, shard in self.shards.items()})
+
+    @property
+    def experts_covered(self) -> frozenset[int]:
+        """Experts that had an owner in this round."""
+        return frozenset(expert for experts in self.owners.values() for expert in experts)
+
+
+class Leave(Document):
+    """A node goes: nobody should wait for it."""
+
+    kind: Literal["leave"] = "leave"
+    node: Node
+    round: Count
+
+
+DOCUMENTS: dict[str, type[Document]] = {
+    "plan": Plan,
+    "contribution": Contribution,
+    "reduction": Reduction,
+    "commit": Commit,
+    "leave": Leave,
+}
+
+D = TypeVar("D", bound=Settings)
+D_co = TypeVar("D_co", bound=Settings, covariant=True)
+
+
+class Rejected(ValueError):
+    """Bytes from a peer that are not a valid document; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signed(Generic[D_co]):
+    """A document whose signature holds."""
+
+    document: D_co
+    signer: NodeId
+    digest: str
+    wire: bytes
+    """The envelope, as it is passed on."""
+
+
+def canonical(value: Settings) -> bytes:
+    """Canonical bytes of a settings value or document: msgpack, maps sorted by key."""
+    return bytes(msgpack.packb(_sorted(value.model_dump()), use_bin_type=True))
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    if isinstance(value, list | tuple):
+        return [_sorted(item) for item in value]
+    return value
+
+
+def digest_of(body: bytes) -> str:
+    """SHA-256 in hexadecimal."""
+    return hashlib.sha256(body).hexdigest()
+
+
+def run_id_of(manifest: Manifest) -> str:
+    """The id of a run: the digest of its manifest."""
+    return digest_of(canonical(manifest))
+
+
+def state_digest(digests: dict[str, str]) -> str:
+    """Digest of a model state from the digests of its shards."""
+    return digest_of("".join(f"{name}:{digests[name]}\n" for name in sorted(digests)).encode())
+
+
+def seal(identity: Identity, document: D) -> Signed[D]:
+    """Sign a document."""
+    body = canonical(document)
+    envelope = {"body": body, "key": identity.public_key, "signature": identity.sign(_DOMAIN + body)}
+    wire = bytes(msgpack.packb(envelope, use_bin_type=True))
+    return Signed(document, identity.node_id, digest_of(body), wire)
+
+
+def _open(wire: bytes) -> tuple[bytes, NodeId]:
+    if len(wire) > MAX_DOCUMENT_BYTES:
+        raise Rejected(f"{len(wire)} bytes, more than {MAX_DOCUMENT_BYTES}")
+    try:
+        envelope = msgpack.unpackb(wire)
+        body, key, signature = envelope["body"], envelope["key"], envelope["signature"]
+        if len(envelope) != 3 or not all(isinstance(part, bytes) for part in (body, key, signature)):
+            raise Rejected("not an envelope")
+        signer = node_id_of(key)
+    except Rejected:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise Rejected("not an envelope") from error
+    if not verify(key, _DOMAIN + body, signature):
+        raise Rejected("the signature does not hold")
+    return body, signer
+
+
+def _parse(model: type[D], fields: object) -> D:
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Rejected(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        fields = msgpack.unpackb(body, use_list=False)
+    except (ValueError, TypeError) as error:
+        raise Rejected("the body is not msgpack") from error
+    if not isinstance(fields, dict):
+        raise Rejected("the body is not a map")
+    return fields
+
+
+def open_manifest(wire: bytes) -> Signed[Manifest]:
+    """Check and read a manifest's envelope. Raises Rejected."""
+    body, signer = _open(wire)
+    manifest = _parse(Manifest, _fields(body))
+    if manifest.author != signer:
+        raise Rejected("the manifest is not signed by its author")
+    return Signed(manifest, signer, digest_of(body), wire)
+
+
+def open_document(wire: bytes, run_id: str) -> Signed[Document]:
+    """Check and read the envelope of one of the run's documents. Raises Rejected."""
+    body, signer = _open(wire)
+    fields = _fields(body)
+    model = DOCUMENTS.get(str(fields.get("kind")))
+    if model is None:
+        raise Rejected(f"unknown kind {fields.get('kind')!r}")
+    document = _parse(model, fields)
+    if document.run != run_id:
+        raise Rejected("it belongs to another run")
+    author = getattr(document, "leader", None) or getattr(document, "node", None)
+    if author != signer:
+        raise Rejected("it is not signed by the node it names")
+    return Signed(document, signer, digest_of(body), wire)

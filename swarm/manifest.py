@@ -1,0 +1,71 @@
+"""The manifest: everything that makes two nodes part of the same run."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from model.settings import LossSettings, ModelSettings, OptimizerSettings, Settings
+
+PROTOCOL = 1
+"""Version of the records, documents and calls between nodes; nodes with another one are refused."""
+
+
+class DataSettings(Settings):
+    """The corpus: an ordered, seeded sequence of fixed-size token blocks."""
+
+    source: Literal["builtin", "files", "own"] = "builtin"
+    """`builtin`: CPython's own documentation text. `files`: one corpus that every node must have (checked by its
+    fingerprint). `own`: each node brings its own text, block numbers count in that node's text."""
+    tokenizer: Literal["bytes"] = "bytes"
+    """`bytes`: UTF-8 bytes shifted by 3 (0 pad, 1 end of document, 2 unknown), the ids of ByT5."""
+    block_tokens: int = Field(gt=1, le=1_048_576)
+    """Tokens that one block trains on; a block holds one more, the last target."""
+    fingerprint: str = Field(default="", max_length=64)
+    """SHA-256 of the token sequence, hexadecimal; filled in when the run is started, empty for `own`."""
+    num_blocks: int = Field(default=0, ge=0)
+    """Training blocks in one epoch; filled in when the run is started, 0 for `own`."""
+
+
+class RoundSettings(Settings):
+    """The rhythm of the swarm."""
+
+    total: int = Field(ge=0)
+    """Rounds of the whole run; 0 trains until it is stopped."""
+    local_steps: int = Field(gt=0, le=1_000_000)
+    """Optimiser steps H between two synchronisations."""
+    batch_blocks: int = Field(gt=0, le=65_536)
+    """Blocks in one local step of one node."""
+    heldout_blocks: int = Field(default=64, ge=0, le=65_536)
+    """Held-out blocks that the swarm evaluates together at the start of a round; 0 turns the evaluation off."""
+    start_nodes: int = Field(default=1, gt=0, le=65_536)
+    """Nodes that must be there before the first round is planned."""
+    train_seconds: float = Field(gt=0)
+    """Upper bound on the training part of a round; the real deadline follows from measured speed."""
+    margin_seconds: float = Field(gt=0)
+    """The most a dead, stopped or slow peer may cost a round beyond its measured length."""
+    lease_seconds: float = Field(default=30.0, ge=2, le=120)
+    """Life of a node record and of a lease; they are renewed five times in that span."""
+
+
+class Manifest(Settings):
+    """One training effort. Its canonical bytes, hashed, are the run's id; signed by `author`, they start the run."""
+
+    protocol: int = PROTOCOL
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    author: str = Field(min_length=1, max_length=128)
+    """Node id of who started the run."""
+    seed: int = Field(ge=0, lt=2**63)
+    """Seed of the genesis weights and of the order of the blocks."""
+    model: ModelSettings
+    loss: LossSettings
+    optimizer: OptimizerSettings
+    data: DataSettings
+    round: RoundSettings
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.data.block_tokens > self.model.max_length:
+            raise ValueError(
+                f"data.block_tokens {self.data.block_tokens} exceeds model.max_length {self.model.max_length}"
+            )
+        return self

@@ -1,0 +1,337 @@
+"""A node's life in a run, round after round: plan or be planned, train, reduce, commit, hold the state."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from swarm.board import Board
+from swarm.documents import Commit, Document, Leave, Plan, Signed, seal
+from swarm.exchange import CallFailed, Exchange
+from swarm.identity import Identity, NodeId
+from swarm.leader import leaders, make_plan, standing
+from swarm.lease import settle
+from swarm.manifest import Manifest
+from swarm.membership import Membership, NodeRecord, State, View
+from swarm.network import Network
+from swarm.patience import LOOK_SECONDS, Patience, names
+from swarm.replica import Replica, Unobtainable
+from swarm.round import Round
+from swarm.store import ShardStore
+from swarm.trainer import Trainer
+
+POLL_SECONDS = 0.2
+"""How often a leader looks whether the roster is complete."""
+FAREWELL_SECONDS = 20.0
+"""After the last round a node serves its peers until they have the final state, at most this long."""
+
+log = logging.getLogger(__name__)
+
+
+class Participant:
+    """One node in one run. With a trainer it takes part in rounds; without one it follows them and serves the state."""
+
+    def __init__(
+        self,
+        manifest: Signed[Manifest],
+        *,
+        identity: Identity,
+        network: Network,
+        store: ShardStore,
+        record: NodeRecord,
+        trainer: Trainer | None,
+        on_commit: Callable[[Signed[Commit], View], None],
+        on_state: Callable[[State, str], None],
+    ) -> None:
+        """Args:
+        manifest: the run.
+        identity, network, store: this node's.
+        record: what the node says about itself at the start.
+        trainer: trains, or None.
+        on_commit: called with each commit this node has adopted, and its view of the swarm.
+        on_state: called when the node's state or its reason changes.
+        """
+        self.manifest = manifest.document
+        self.run_id = manifest.digest
+        self.board = Board()
+        self.exchange = Exchange(network, self.run_id, self)
+        self.membership = Membership(network, manifest, record)
+        self.replica = Replica(store, self.exchange, self.membership)
+        self._manifest_wire = manifest.wire
+        self._identity = identity
+        self._me: NodeId = identity.node_id
+        self._trainer = trainer
+        self._on_commit = on_commit
+        self._on_state = on_state
+        self._patience = Patience(self.board, self.exchange, lambda text: self._tell("waiting", text))
+
+    # what peers ask (exchange.Handler)
+
+    def receive(self, signed: Signed[Document]) -> str:
+        """Put a posted document on the board."""
+        return self.board.post(signed)
+
+    def document(self, kind: str, number: int) -> bytes | None:
+        """Give a document: the manifest, a commit of the chain, or the plan of the round in progress."""
+        if kind == "manifest":
+            return self._manifest_wire
+        if kind == "commit":
+            return self.replica.store.commit_wire(number)
+        plans = self.board.plans.get(number, {}) if kind == "plan" else {}
+        return next((plan.wire for plan in plans.values()), None)
+
+    def object(self, digest: str) -> Path | None:
+        """Where an object is."""
+        return self.replica.store.find(digest)
+
+    def position(self) -> tuple[str, int]:
+        """Digest and round of the head."""
+        head = self.replica.store.head
+        return (head.digest, head.document.round) if head is not None else ("", 0)
+
+    # the life
+
+    async def run(self) -> None:
+        """Take part until the run's last round is committed here and the peers have it too."""
+        await self.exchange.start()
+        beat = asyncio.create_task(self.membership.beat())
+        try:
+            await self._synchronise()
+            while not self.is_finished():
+                await self._advance()
+            await self._finish()
+        finally:
+            beat.cancel()
+
+    def is_finished(self) -> bool:
+        """Whether the head is the run's last round."""
+        return 0 < self.manifest.round.total <= self.replica.head.document.round
+
+    async def leave(self) -> None:
+        """Tell everybody that nobody should wait for this node, and withdraw its lease."""
+        head = self.replica.store.head
+        number = head.document.round if head is not None else 0
+        signed: Signed[Any] = seal(self._identity, Leave(run=self.run_id, node=self._me, round=number))
+        await self.membership.say_goodbye()
+        self.exchange.post(self._audience(), signed)
+        await self.exchange.flush()
+
+    async def _synchronise(self) -> None:
+        """Get the newest state that any peer has."""
+        while True:
+            moved = await self.replica.catch_up()
+            if self.replica.store.head is not None:
+                break
+            if not moved:
+                self._tell("syncing", "waiting for a peer that holds the state of the run")
+                await asyncio.sleep(LOOK_SECONDS)
+        self.replica.announce()
+        self.board.advance(self.replica.head.document.round)
+        if self._trainer is not None:
+            self._claim()
+
+    def _claim(self) -> None:
+        """Lease the experts that fall to this node, from what it sees; the next plan confirms them."""
+        view = self.membership.view
+        capacity = {node: record.capacity for node, record in view.trainers().items()}
+        capacity[self._me] = self.membership.record.capacity
+        owner = settle(
+            self.run_id,
+            self.manifest.model.num_experts,
+            capacity,
+            standing(self.replica.head.document, view.holders(), self.run_id),
+        )
+        self.membership.lease(tuple(sorted(expert for expert, node in owner.items() if node == self._me)))
+
+    async def _advance(self) -> None:
+        """From one commit to the next."""
+        plan = await self._next_plan()
+        if plan is None:
+            return
+        commit: Signed[Commit] | None
+        if self._trainer is not None and self._me in plan.document.roster:
+            self.membership.lease(plan.document.owners.get(self._me, ()))
+            this_round = Round(
+                plan,
+                identity=self._identity,
+                trainer=self._trainer,
+                replica=self.replica,
+                exchange=self.exchange,
+                board=self.board,
+                tell=self._tell,
+                audience=self._audience,
+                margin_seconds=self.manifest.round.margin_seconds,
+            )
+            commit = await this_round.run()
+            self._account(this_round)
+        else:
+            self._tell("waiting", f"round {plan.document.round} is in progress without this node")
+            commit = await self._watch_for_commit()
+        if commit is None:
+            await self._catch_up()
+        else:
+            await self._adopt(commit, list(plan.document.roster))
+
+    async def _adopt(self, commit: Signed[Commit], roster: list[str]) -> None:
+        holders = [node for node, record in self.membership.view.present().items() if record.commit == commit.digest]
+        sources = [commit.document.leader, *roster, *holders]
+        try:
+            await self.replica.adopt(commit, [n for n in dict.fromkeys(sources) if n != self._me])
+        except Unobtainable as error:
+            log.warning("%s; going on from round %d", error, self.replica.head.document.round)
+            return
+        self._moved()
+
+    async def _catch_up(self) -> None:
+        if await self.replica.catch_up():
+            self._moved()
+
+    def _moved(self) -> None:
+        """The head has changed."""
+        head = self.replica.head
+        self.board.advance(head.document.round)
+        self.membership.update(sent=self.exchange.sent, received=self.exchange.received)
+        self._on_commit(head, self.membership.view)
+
+    def _account(self, this_round: Round) -> None:
+        work = this_round.work
+        if work is not None and work.steps:
+            self.membership.update(
+                seconds_per_step=work.seconds / work.steps,
+                trained_tokens=self.membership.record.trained_tokens + work.tokens,
+            )
+
+    # plans
+
+    async def _next_plan(self) -> Signed[Plan] | None:
+        """The plan that follows the head: somebody's, or this node's own; None when the head has moved instead."""
+        self._tell("waiting", f"round {self.replica.head.document.round + 1} is being planned")
+        head = self.replica.head.digest
+        lead = asyncio.create_task(self._lead()) if self._trainer is not None else None
+        try:
+            while True:
+                if (plan := await self.board.until(self._find_plan, LOOK_SECONDS)) is not None:
+                    return plan
+                if lead is not None and lead.done():
+                    lead.result()  # an error in it is this node's error
+                if (commit := self._find_commit()) is not None:
+                    await self._adopt(commit, list(commit.document.owners))
+                else:
+                    await self._catch_up()
+                if self.replica.head.digest != head:
+                    return None
+        finally:
+            if lead is not None:
+                lead.cancel()
+
+    def _find_plan(self) -> Signed[Plan] | None:
+        """The accepted plan: of several, that of the leader who comes first."""
+        head = self.replica.head
+        found = [
+            plan
+            for plan in self.board.plans.get(head.document.round + 1, {}).values()
+            if plan.document.parent == head.digest
+        ]
+        order = leaders(self.run_id, head.document, [plan.signer for plan in found])
+        return min(found, key=lambda plan: order.index(plan.signer), default=None)
+
+    def _find_commit(self) -> Signed[Commit] | None:
+        return self.replica.successor(self.board.commits.get(self.replica.head.document.round + 1, {}).values())
+
+    async def _watch_for_commit(self) -> Signed[Commit] | None:
+        """The commit of a round this node is not part of; None when it should look for a newer head instead."""
+        return await self.board.until(self._find_commit, LOOK_SECONDS)
+
+    async def _lead(self) -> None:
+        """Write the plan when those who come first in the order do not."""
+        head, digest = self.replica.head.document, self.replica.head.digest
+        number, margin = head.round + 1, self.manifest.round.margin_seconds
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        while True:
+            roster = await self._assemble(head, digest)
+            order = leaders(self.run_id, head, list(roster))
+            before = order[: order.index(self._me)]
+            waiting = [node for node in before if not self.board.excused(node, number)]
+            left = len(waiting) * margin - (loop.time() - started)
+            if waiting and left > 0:
+                await self._patience.wait(
+                    lambda waiting=waiting: True if any(self.board.excused(n, number) for n in waiting) else None,  # type: ignore[misc]
+                    what="the plan",
+                    whom=lambda waiting=waiting: waiting,  # type: ignore[misc]
+                    seconds=left,
+                )
+                continue
+            if await self._has_plan_elsewhere(before, number):
+                continue
+            plan = make_plan(self.manifest, self.run_id, self._me, head, digest, roster, self.membership.view.holders())
+            signed: Signed[Any] = seal(self._identity, plan)
+            self.board.post(signed)
+            self.exchange.post(self._audience(), signed)
+            return
+
+    async def _has_plan_elsewhere(self, nodes: list[str], number: int) -> bool:
+        """Ask those who come first whether they have written the plan and it was not delivered."""
+        for node in nodes:
+            if self.board.excused(node, number):
+                continue
+            try:
+                plan = await self.exchange.read(node, "plan", number)
+            except CallFailed:
+                self.board.lose(node)
+                continue
+            if plan is not None:
+                self.board.post(plan)
+                return True
+        return False
+
+    async def _assemble(self, head: Commit, digest: str) -> dict[NodeId, NodeRecord]:
+        """Wait for the roster: those of the last round that are still there, and everybody else who is ready."""
+        loop = asyncio.get_running_loop()
+        number = head.round + 1
+        deadline = loop.time() + self.manifest.round.margin_seconds / 2
+        needed = self.manifest.round.start_nodes if head.round == 0 else 1
+        while True:
+            view = await self.membership.refresh()
+            ready = {node: record for node, record in view.trainers().items() if record.commit == digest}
+            awaited = [n for n in head.shares if n not in ready and not self.board.excused(n, number)]
+            if len(ready) < needed:
+                self._tell("waiting", f"{len(ready)} of the {needed} nodes that the run needs to start are here")
+            elif not awaited or loop.time() > deadline:
+                return ready
+            else:
+                self._tell("waiting", f"waiting for {names(awaited)} to finish round {head.round}")
+            await self.board.changed(POLL_SECONDS)
+
+    # the end
+
+    async def _finish(self) -> None:
+        """Serve the final state until every peer that is there has it."""
+        digest = self.replica.head.digest
+        self._tell("finished", "the run is complete")
+        try:
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                while True:
+                    view = await self.membership.refresh()
+                    behind = [n for n, r in view.present().items() if r.commit != digest]
+                    if not behind:
+                        return
+                    self._tell("finished", f"the run is complete; serving the last round to {names(behind)}")
+                    await asyncio.sleep(LOOK_SECONDS)
+        except TimeoutError:
+            return
+
+    def _audience(self) -> list[str]:
+        return list(self.membership.view.present())
+
+    def _tell(self, state: State, reason: str) -> None:
+        record = self.membership.record
+        if (record.state, record.reason) == (state, reason):
+            return
+        # a changed countdown is no news to the others: only a new state is worth a record of its own
+        if record.state != state:
+            self.membership.update(state=state, reason=reason[:120])
+        else:
+            self.membership.record = record.model_copy(update={"reason": reason[:120]})
+        self._on_state(state, reason)
