@@ -15,7 +15,7 @@ class ModelSettings(Settings):
     """Shape of the mixture-of-experts language model; the names of its fields are the field's own."""
 
     family: Literal["olmoe"] = "olmoe"
-    """Architecture in transformers: `olmoe` is the paper's (QK-norm over the width, router weights not renormalised)."""
+    """Architecture in transformers; `olmoe` is the paper's: QK-norm over the width, router weights as they are."""
     vocab_size: int = Field(gt=0, le=1_000_000)
     """Rows of the embedding and of the output head."""
     hidden_size: int = Field(gt=0, le=65_536)

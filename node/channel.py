@@ -19,7 +19,7 @@ class ChannelClosed(Exception):
 
 def encode(message: dict[str, Any]) -> bytes:
     """One message with its length in front."""
-    body = msgpack.packb(message, use_bin_type=True)
+    body: bytes = msgpack.packb(message, use_bin_type=True)
     return _HEADER.pack(len(body)) + body
 
 

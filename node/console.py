@@ -9,6 +9,8 @@ from swarm.manifest import Manifest
 HEADER = (
     f"{'round':>9}  {'loss':>7}  {'held-out':>8}  {'tokens/s':>9}  {'nodes':>5}  {'experts':>7}  {'moved':>9}  next"
 )
+LASTING_SECONDS = 2.0
+"""A wait shorter than this is not worth a line."""
 REASON_SECONDS = 5.0
 """A reason that keeps changing, such as a countdown, is printed this often."""
 
@@ -73,8 +75,9 @@ class Console:
 
     def __init__(self) -> None:
         self._header_shown = False
-        self._shown: tuple[str, str] = ("", "")
-        self._time = float("-inf")
+        self._state = ""
+        self._reason = ""
+        self._since = self._shown = float("-inf")
 
     def say(self, text: str) -> None:
         """One line."""
@@ -85,13 +88,14 @@ class Console:
         self.say(f"{word:<9} {text}")
 
     def state(self, state: str, reason: str) -> None:
-        """A state and why; a change of the reason alone is shown every few seconds."""
+        """Why the node is held up, when that lasts; a reason that keeps changing is shown every few seconds."""
         now = time.monotonic()
-        quiet = state in ("training", "averaging") or "is being planned" in reason or "without this node" in reason
-        if quiet or (state, reason) == self._shown or (state == self._shown[0] and now - self._time < REASON_SECONDS):
-            return
-        self._shown, self._time = (state, reason), now
-        self.say(f"{state}: {reason}")
+        if state != self._state:
+            self._state, self._since = state, now
+        held_up = state in ("syncing", "waiting") and now - self._since > LASTING_SECONDS
+        if reason != self._reason and held_up and now - self._shown > REASON_SECONDS:
+            self._reason, self._shown = reason, now
+            self.say(f"{state}: {reason}")
 
     def round(self, line: RoundLine) -> None:
         """The row of a round, with the header above the first one."""

@@ -163,5 +163,5 @@ class TrainerProcess:
 
 def _why(status: int) -> str:
     if status == -signal.SIGKILL:
-        return "the trainer was killed, most likely because the machine ran out of memory. Give it fewer experts: --experts N"
+        return "the trainer was killed, most likely for want of memory. Give it fewer experts: --experts N"
     return f"the trainer ended unexpectedly (status {status}); its last words are above"

@@ -48,8 +48,11 @@ class Board:
                     places = self.contributions.setdefault((document.round, document.plan), {})
                     places[signed.signer] = cast(Signed[Contribution], signed)
                 case Reduction():
-                    results = self.reductions.setdefault((document.round, document.plan), {})
-                    results[signed.signer] = cast(Signed[Reduction], signed)
+                    reductions = self.reductions.setdefault((document.round, document.plan), {})
+                    known = reductions.get(signed.signer)
+                    # deliveries overtake each other, and a reducer only ever adds results
+                    if known is None or len(known.document.results) < len(document.results):
+                        reductions[signed.signer] = cast(Signed[Reduction], signed)
         self.notify()
         return ""
 

@@ -39,7 +39,7 @@ class RoundLine:
     bytes_moved: int
     """Shards and documents sent by all nodes since they started, as far as they have told."""
     seconds: float
-    """Since the commit before, as this node saw it."""
+    """Since the commit before, as this node saw it; for the first commit since its plan arrived."""
 
 
 class History:
@@ -50,17 +50,10 @@ class History:
         self._rounds = rounds
         self._experts = experts
         self._show = show
-        self._last = time.monotonic()
 
-    def begin(self) -> None:
-        """Training is about to start: the first round's time counts from here."""
-        self._last = time.monotonic()
-
-    def add(self, commit: Signed[Commit], view: View) -> None:
+    def add(self, commit: Signed[Commit], view: View, seconds: float) -> None:
         """Write one commit down and show it."""
         document = commit.document
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
         trained = sum(share.tokens for share in document.shares.values())
         line = RoundLine(
             time=time.time(),

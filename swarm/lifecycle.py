@@ -26,6 +26,8 @@ async def live(
         say: tells people what happens.
         stay: when the run is complete, go on serving its state until a signal arrives.
 
+    SIGUSR1 prints where every task stands, for reports of a daemon that hangs.
+
     Raises:
         SpesError: from a watcher or from the participant.
     """
@@ -41,6 +43,8 @@ async def live(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
 
+    loop.add_signal_handler(signal.SIGUSR1, _show_tasks)
+
     async def whole_life() -> None:
         await participant.run()
         if stay:
@@ -50,14 +54,20 @@ async def live(
     life = asyncio.create_task(whole_life())
     guards = [asyncio.create_task(watcher) for watcher in watchers]
     stop = asyncio.create_task(told.wait())
+    tasks: list[asyncio.Task[Any]] = [life, stop, *guards]
     try:
-        await asyncio.wait([life, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in (life, *guards):
             if task.done():
                 task.result()
     finally:
-        for task in (life, stop, *guards):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(life, stop, *guards, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
     async with asyncio.timeout(GOODBYE_SECONDS):
         await participant.leave()
+
+
+def _show_tasks() -> None:
+    for task in asyncio.all_tasks():
+        task.print_stack()

@@ -24,7 +24,7 @@ MANIFEST_KEEPERS = 3
 BEATS_PER_LEASE = 5
 """A record is renewed this often in its life, so that one lost renewal or two do not matter."""
 
-State = Literal["starting", "syncing", "waiting", "training", "averaging", "finished", "left"]
+State = Literal["starting", "syncing", "waiting", "training", "averaging", "following", "finished", "left"]
 Text = Field(max_length=120)
 
 

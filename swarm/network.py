@@ -213,6 +213,7 @@ class Network:
                 backoff_rate=1.5,
                 cache_locally=False,  # coordination needs what the others hold now
                 cache_on_store=False,
+                reuse_get_requests=False,
                 ensure_bootstrap_success=False,
             )
         except Exception as error:
@@ -242,7 +243,8 @@ class Network:
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 return bool(await self._dht.store(key, value, get_dht_time() + seconds, subkey=self._subkey))
-        except TimeoutError:
+        except Exception as error:  # noqa: BLE001 - hivemind passes p2pd's refusals on in several classes
+            log.debug("store %s: %s", key, error or type(error).__name__)
             return False
 
     async def read(self, key: str) -> dict[NodeId, bytes]:
@@ -250,7 +252,8 @@ class Network:
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 found = await self._dht.get(key, latest=True)
-        except TimeoutError:
+        except Exception as error:  # noqa: BLE001 - as in store
+            log.debug("read %s: %s", key, error or type(error).__name__)
             return {}
         records: Any = found.value if found is not None else None
         if not isinstance(records, dict):
@@ -264,9 +267,15 @@ class Network:
         due = [(n, self.book.contacts[n]) for n in missing if n in self.book.contacts and n != self.node_id]
         answered = sum(await asyncio.gather(*[self._dial(node, c, now) for node, c in due if c.next_try <= now]))
         if answered:
-            async with asyncio.timeout(CALL_SECONDS):
-                await self._dht.find_nearest_nodes([self._dht.node_id])  # fills the routing table again
+            await self._fill_routing_table()
         return answered
+
+    async def _fill_routing_table(self) -> None:
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                await self._dht.find_nearest_nodes([self._dht.node_id])
+        except TimeoutError:
+            log.debug("the routing table could not be filled within %.0f s", CALL_SECONDS)
 
     async def _dial(self, node: NodeId, contact: Contact, now: float) -> bool:
         contact.tries += 1

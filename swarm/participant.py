@@ -41,7 +41,7 @@ class Participant:
         store: ShardStore,
         record: NodeRecord,
         trainer: Trainer | None,
-        on_commit: Callable[[Signed[Commit], View], None],
+        on_commit: Callable[[Signed[Commit], View, float], None],
         on_state: Callable[[State, str], None],
     ) -> None:
         """Args:
@@ -49,7 +49,8 @@ class Participant:
         identity, network, store: this node's.
         record: what the node says about itself at the start.
         trainer: trains, or None.
-        on_commit: called with each commit this node has adopted, and its view of the swarm.
+        on_commit: called with each commit this node has adopted, its view of the swarm, and the seconds since the
+            commit before (for the first one: since its plan arrived).
         on_state: called when the node's state or its reason changes.
         """
         self.manifest = manifest.document
@@ -64,6 +65,7 @@ class Participant:
         self._trainer = trainer
         self._on_commit = on_commit
         self._on_state = on_state
+        self._round_started: float | None = None
         self._patience = Patience(self.board, self.exchange, lambda text: self._tell("waiting", text))
 
     # what peers ask (exchange.Handler)
@@ -95,13 +97,12 @@ class Participant:
     async def run(self) -> None:
         """Take part until the run's last round is committed here and the peers have it too."""
         await self.exchange.start()
-        beat = asyncio.create_task(self.membership.beat())
-        try:
+        async with asyncio.TaskGroup() as group:
+            beat = group.create_task(self.membership.beat())
             await self._synchronise()
             while not self.is_finished():
                 await self._advance()
             await self._finish()
-        finally:
             beat.cancel()
 
     def is_finished(self) -> bool:
@@ -149,6 +150,7 @@ class Participant:
         plan = await self._next_plan()
         if plan is None:
             return
+        self._round_started = self._round_started or asyncio.get_running_loop().time()
         commit: Signed[Commit] | None
         if self._trainer is not None and self._me in plan.document.roster:
             self.membership.lease(plan.document.owners.get(self._me, ()))
@@ -166,7 +168,7 @@ class Participant:
             commit = await this_round.run()
             self._account(this_round)
         else:
-            self._tell("waiting", f"round {plan.document.round} is in progress without this node")
+            self._tell("following", f"round {plan.document.round} is in progress without this node")
             commit = await self._watch_for_commit()
         if commit is None:
             await self._catch_up()
@@ -192,7 +194,9 @@ class Participant:
         head = self.replica.head
         self.board.advance(head.document.round)
         self.membership.update(sent=self.exchange.sent, received=self.exchange.received)
-        self._on_commit(head, self.membership.view)
+        now = asyncio.get_running_loop().time()
+        self._on_commit(head, self.membership.view, now - (self._round_started or now))
+        self._round_started = now
 
     def _account(self, this_round: Round) -> None:
         work = this_round.work
@@ -206,7 +210,8 @@ class Participant:
 
     async def _next_plan(self) -> Signed[Plan] | None:
         """The plan that follows the head: somebody's, or this node's own; None when the head has moved instead."""
-        self._tell("waiting", f"round {self.replica.head.document.round + 1} is being planned")
+        state: State = "waiting" if self._trainer is not None else "following"
+        self._tell(state, f"round {self.replica.head.document.round + 1} is being planned")
         head = self.replica.head.digest
         lead = asyncio.create_task(self._lead()) if self._trainer is not None else None
         try:
@@ -327,8 +332,6 @@ class Participant:
 
     def _tell(self, state: State, reason: str) -> None:
         record = self.membership.record
-        if (record.state, record.reason) == (state, reason):
-            return
         # a changed countdown is no news to the others: only a new state is worth a record of its own
         if record.state != state:
             self.membership.update(state=state, reason=reason[:120])

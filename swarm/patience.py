@@ -49,8 +49,9 @@ class Patience:
                 return None
             waiting = [node for node in whom() if node not in self._board.lost]
             self._tell(f"waiting for {what} of {names(waiting)}, at most {left:.0f} s more")
-            answers = await asyncio.gather(*[self._answers(node) for node in waiting])
-            for node, answered in zip(waiting, answers, strict=True):
+            others = [node for node in waiting if node != self._exchange.network.node_id]
+            answers = await asyncio.gather(*[self._answers(node) for node in others])
+            for node, answered in zip(others, answers, strict=True):
                 failures[node] = 0 if answered else failures.get(node, 0) + 1
                 if failures[node] >= FAILURES:
                     self._board.lose(node)

@@ -97,10 +97,9 @@ class Replica:
         except CallFailed as error:
             log.debug("gather: %s", error)
 
-    async def prefetch(self, node: str, wanted: Iterable[tuple[str, int]]) -> None:
-        """Fetch results that are announced but not committed yet; failures are left to `gather`."""
-        if lacking := [item for item in wanted if self.store.find(item[0]) is None]:
-            await self._fetch(node, lacking)
+    async def prefetch(self, node: str, wanted: Sequence[tuple[str, int]]) -> None:
+        """Fetch results (digest and size) that are announced but not committed yet; failures are left to others."""
+        await self._fetch(node, wanted)
 
     async def adopt(self, commit: Signed[Commit], sources: Sequence[str]) -> None:
         """Gather a commit and make it the head. Raises Unobtainable, and remembers that."""

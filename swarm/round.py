@@ -150,6 +150,7 @@ class Round:
                 tried |= set(turn)
                 if made := await reducer.reduce(turn, self._contributions()):
                     results |= made
+                    log.debug("round %d: reduced %s", self.plan.round, ", ".join(made))
                     self._publish(
                         Reduction(
                             run=self.plan.run, round=self.plan.round, plan=self._digest, node=self._me, results=results
@@ -190,30 +191,25 @@ class Round:
 
     async def _collect(self) -> None:
         """Fetch results as they are announced, so that the commit finds them here."""
-        seen: dict[str, int] = {}
 
-        def news() -> dict[str, Reduction] | None:
-            fresh = {
-                node: reduction
-                for node, reduction in self._reductions().items()
-                if node != self._me and len(reduction.results) > seen.get(node, 0)
-            }
-            return fresh or None
+        def lacking() -> dict[str, list[tuple[str, int]]] | None:
+            found = {node: self._lacking(reduction) for node, reduction in self._reductions().items()}
+            return {node: wanted for node, wanted in found.items() if wanted and not self._excused(node)} or None
 
         while True:
-            fresh = await self._board.until(news, self._margin)
-            for node, reduction in (fresh or {}).items():
-                seen[node] = len(reduction.results)
-            await asyncio.gather(*[self._collect_from(node, reduction) for node, reduction in (fresh or {}).items()])
-            self._board.notify()
+            if wanted := await self._board.until(lacking, self._margin):
+                await asyncio.gather(*[self._replica.prefetch(node, items) for node, items in wanted.items()])
+                self._board.notify()
+                if lacking():  # a source failed; it is asked again, but not in a hot loop
+                    await self._board.changed(LOOK_SECONDS)
 
-    async def _collect_from(self, node: str, reduction: Reduction) -> None:
-        wanted = [
+    def _lacking(self, reduction: Reduction) -> list[tuple[str, int]]:
+        """Digest and size of the results in a reduction that are not here."""
+        return [
             (result.digest, self._head.shards[name].size)
             for name, result in reduction.results.items()
-            if name in self._head.shards
+            if name in self._head.shards and not self._holds(result.digest)
         ]
-        await self._replica.prefetch(node, wanted)
 
     # committing
 

@@ -1,0 +1,178 @@
+"""The demonstration: a rendezvous and four nodes as processes of their own on this box, training on real text."""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bootstrap.run_file import read_run_file, write_preset
+from model.engine import Engine
+from model.errors import SpesError, UserError
+from model.export import export_checkpoint, generate
+from model.initial import initial_values
+from node.console import Console, quantity, size
+from node.corpus import load_corpus
+from node.local_swarm import LocalSwarm, last_words
+from node.stores import open_store
+from swarm.documents import state_digest
+from swarm.manifest import Manifest
+from swarm.store import ShardStore, file_digest
+
+NODES = 4
+HELDOUT_BLOCKS = 192
+"""Held-out blocks for the losses before and after."""
+SAMPLE_PROMPT = "The "
+SAMPLE_TOKENS = 240
+END_SECONDS = 60.0
+"""After the last round the nodes end by themselves within this time."""
+
+
+def run_demo(output: Path, data: Sequence[Path], rounds: int | None) -> None:
+    """Train the `demo` preset with four nodes and report.
+
+    Args:
+        output: folder of everything; a demonstration that is there already is replaced.
+        data: files to train on instead of the embedded text.
+        rounds: fewer rounds than the preset has.
+
+    Raises:
+        UserError: the data cannot be used, or `output` is something else than a demonstration.
+        SpesError: a process ended before its time.
+    """
+    started = time.monotonic()
+    console = Console()
+    data = [path.resolve() for path in data]
+    _clear(output)
+    run_file = output / "run.toml"
+    write_preset("demo", run_file)
+    _adapt(run_file, own_text=bool(data), rounds=rounds)
+    total = read_run_file(run_file).round.total
+
+    with LocalSwarm(output, data) as swarm:
+        console.say(f"Starting a rendezvous and {NODES} nodes on this box; everything is kept in {output}")
+        swarm.start_rendezvous(run_file)
+        for number in range(1, NODES + 1):
+            swarm.start_node(f"node-{number}")
+        _follow(swarm, console, total)
+    summary = _summarise(output, swarm, started)
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    _tell(console, output, summary)
+
+
+def _clear(output: Path) -> None:
+    """Remove an earlier demonstration; anything else that is in the way is the user's."""
+    if output.exists():
+        if any(output.iterdir()) and not (output / "run.toml").exists():
+            raise UserError(f"{output} is not empty and not a demonstration. Choose another folder: -o DIR")
+        shutil.rmtree(output)
+    output.mkdir(parents=True)
+
+
+def _adapt(run_file: Path, *, own_text: bool, rounds: int | None) -> None:
+    """Write the user's two choices into the run file, as a person would."""
+    text = run_file.read_text()
+    if own_text:
+        text = re.sub(r'(?m)^source = "builtin"', 'source = "files"', text)
+    if rounds is not None:
+        text = re.sub(r"(?m)^total = \d+", f"total = {rounds}", text)
+    run_file.write_text(text)
+
+
+def _follow(swarm: LocalSwarm, console: Console, total: int) -> None:
+    """Show the rounds as the rendezvous tells them, until every node has finished."""
+    for line in swarm.rendezvous_lines():
+        text = line.rstrip()
+        if text and "join --peers" not in text and not text.startswith("Join"):
+            console.say(text)
+        if re.match(rf"\s*{total}/{total}\s", text):
+            break
+        _check(swarm)
+    else:
+        assert swarm.rendezvous is not None
+        raise SpesError(f"the rendezvous ended early: {last_words(swarm.rendezvous)}")
+    for box in swarm.nodes:
+        box.process.wait(timeout=END_SECONDS)
+    _check(swarm)
+
+
+def _check(swarm: LocalSwarm) -> None:
+    for box in swarm.nodes:
+        if box.process.poll():
+            raise SpesError(f"{box.name} ended early: {last_words(box)}")
+
+
+def _summarise(output: Path, swarm: LocalSwarm, started: float) -> dict[str, Any]:
+    """Export the final state and put the figures together, from what is on the nodes' disks."""
+    manifest, store = open_store(swarm.nodes[0].home)
+    assert store.head is not None
+    commit = store.head.document
+    states = [_state_on_disk(box.home) for box in swarm.nodes]
+    export = output / "checkpoint"
+    export_checkpoint(manifest.model, store.values, export)
+    before, after = _losses(manifest, swarm.data, store)
+    last = _history(output / "rendezvous")[-1]
+    return {
+        "loss_start": before,
+        "loss_end": after,
+        "rounds": commit.round,
+        "nodes": len(commit.shares),
+        "experts_covered": len(commit.experts_covered),
+        "experts": manifest.model.num_experts,
+        "digests_equal": len(set(states)) == 1 and states[0] == commit.state,
+        "digest": commit.state,
+        "tokens": commit.tokens,
+        "seconds": round(time.monotonic() - started, 1),
+        "bytes_moved": last["bytes_moved"],
+        "export_dir": str(export),
+        "sample": generate(export, SAMPLE_PROMPT, SAMPLE_TOKENS, seed=0),
+    }
+
+
+def _state_on_disk(home: Path) -> str:
+    """The state digest of a node's last commit, from the bytes on its disk."""
+    _, store = open_store(home)
+    assert store.head is not None
+    return state_digest({n: file_digest(store.path(s.digest)) for n, s in store.head.document.shards.items()})
+
+
+def _history(home: Path) -> list[dict[str, Any]]:
+    (path,) = home.glob("runs/*/history.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _losses(manifest: Manifest, data: Sequence[Path], store: ShardStore) -> tuple[float, float]:
+    """Held-out loss, nats per token, of the genesis and of the final state on the same text."""
+    corpus = load_corpus(manifest.data, manifest.seed, data)
+    heldout = corpus.heldout_blocks(HELDOUT_BLOCKS)
+    engine = Engine(manifest.model, manifest.loss, manifest.optimizer)
+
+    def loss() -> float:
+        nats, tokens = engine.evaluate(heldout)
+        return nats / tokens
+
+    for shard, values in initial_values(manifest.model, manifest.seed):
+        engine.load(shard.name, values)
+    before = loss()
+    for shard in engine.shards:
+        engine.load(shard.name, store.values(shard.name))
+    return before, loss()
+
+
+def _tell(console: Console, output: Path, summary: dict[str, Any]) -> None:
+    """The last screen."""
+    console.say("")
+    console.fact("held-out", f"{summary['loss_start']:.3f} before, {summary['loss_end']:.3f} after (nats per byte)")
+    console.fact(
+        "swarm",
+        f"{summary['nodes']} nodes, {summary['experts_covered']}/{summary['experts']} experts, "
+        f"{summary['rounds']} rounds, {quantity(summary['tokens'])} tokens, {size(summary['bytes_moved'])} moved, "
+        f"{summary['seconds']:.0f} s",
+    )
+    same = "the same bits on every node" if summary["digests_equal"] else "NOT the same on every node"
+    console.fact("state", f"{summary['digest'][:16]}, {same}")
+    console.fact("sample", json.dumps(SAMPLE_PROMPT + summary["sample"], ensure_ascii=False))
+    console.fact("model", f"{summary['export_dir']} (for transformers.AutoModelForCausalLM)")
+    console.fact("summary", str(output / "summary.json"))
