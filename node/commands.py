@@ -4,11 +4,12 @@ import argparse
 import logging
 import os
 from collections.abc import Callable, Coroutine
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from model.errors import UserError
-from node.console import Console, describe_run, join_line
+from node.console import Console
 from node.names import spoken_name
 
 
@@ -60,46 +61,42 @@ def bootstrap(options: argparse.Namespace) -> None:
     from bootstrap.run_file import read_run_file
     from node.corpus import load_corpus
     from swarm.identity import Identity
+    from swarm.network import check_ports
 
     run_file = read_run_file(options.run_file)
     listen = multiaddress(options.listen)
+    check_ports([listen])
     fingerprint, num_blocks = "", 0
     if run_file.data.source != "own":
         corpus = load_corpus(run_file.data, run_file.run.seed, options.data)
         fingerprint, num_blocks = corpus.fingerprint, corpus.num_blocks
     home = options.home or default_home("bootstrap")
-    identity = Identity.open(home / "identity.key")
-    console = Console()
-    manifest, store = prepare_run(
-        run_file, identity, home, fingerprint=fingerprint, num_blocks=num_blocks, say=console.say
-    )
-
-    def on_addresses(addresses: list[str]) -> None:
-        console.fact("run", describe_run(manifest.document))
-        console.fact("home", str(home))
-        console.say(f"\nJoin with another box, or in another terminal:\n  {join_line(addresses)}\n")
-
-    run_async(
-        serve(
-            manifest,
-            identity=identity,
-            home=home,
-            store=store,
-            listen=[listen],
-            announce=options.announce,
-            name=options.name or spoken_name(identity.node_id),
-            on_addresses=on_addresses,
-            on_state=console.state,
-            on_round=console.round,
-            say=console.say,
-        ),
-        verbose=options.verbose,
-    )
+    with closing(Identity.open(home / "identity.key")) as identity:
+        console = Console()
+        manifest, store = prepare_run(
+            run_file, identity, home, fingerprint=fingerprint, num_blocks=num_blocks, say=console.say
+        )
+        run_async(
+            serve(
+                manifest,
+                identity=identity,
+                home=home,
+                store=store,
+                listen=[listen],
+                announce=options.announce,
+                name=options.name or spoken_name(identity.node_id),
+                on_addresses=lambda addresses: console.serving(manifest.document, home, addresses),
+                on_state=console.state,
+                on_round=console.round,
+                say=console.say,
+            ),
+            verbose=options.verbose,
+        )
 
 
 def join(options: argparse.Namespace) -> None:
     """Take part in a run."""
-    from node.daemon import Joined, Listeners, NodeSettings
+    from node.daemon import Listeners, NodeSettings
     from node.daemon import join as join_run
     from node.trainer_process import TrainerSettings
     from swarm.identity import Identity
@@ -110,38 +107,28 @@ def join(options: argparse.Namespace) -> None:
         peer_of(address)
     home = options.home or default_home("node")
     listen = multiaddress(options.listen)
-    identity = Identity.open(home / "identity.key")
-    name = options.name or spoken_name(identity.node_id)
-    console = Console()
-
-    def on_joined(joined: Joined) -> None:
-        trainer, run = joined.trainer, joined.manifest.document
-        console.fact("run", describe_run(run))
-        console.fact("device", f"{trainer.device}, {trainer.dtype} ({trainer.reason})")
-        reason = f"--experts {options.experts}" if options.experts else "no limit was given; set one with --experts N"
-        console.fact("experts", f"up to {joined.capacity} of {run.model.num_experts} ({reason})")
-        console.fact("home", str(home))
-        console.fact("invite", join_line(joined.addresses))
-
-    console.say(f"spes-node {VERSION}: {name} ({identity.node_id})")
-    settings = NodeSettings(
-        home=home,
-        peers=options.peers,
-        listen=[listen],
-        announce=options.announce,
-        run_id=options.run,
-        name=name,
-        experts=options.experts,
-        trainer=TrainerSettings(data=options.data, device=options.device, threads=options.threads),
-    )
-    tell = Listeners(
-        say=console.say,
-        on_joined=on_joined,
-        on_state=console.state,
-        on_round=console.round,
-        on_progress=lambda step, loss: None,
-    )
-    run_async(join_run(settings, identity, tell), verbose=options.verbose)
+    with closing(Identity.open(home / "identity.key")) as identity:
+        name = options.name or spoken_name(identity.node_id)
+        console = Console()
+        console.say(f"spes-node {VERSION}: {name} ({identity.node_id})")
+        settings = NodeSettings(
+            home=home,
+            peers=options.peers,
+            listen=[listen],
+            announce=options.announce,
+            run_id=options.run,
+            name=name,
+            experts=options.experts,
+            trainer=TrainerSettings(data=options.data, device=options.device, threads=options.threads),
+        )
+        tell = Listeners(
+            say=console.say,
+            on_joined=console.joined,
+            on_state=console.state,
+            on_round=console.round,
+            on_progress=lambda step, loss: None,
+        )
+        run_async(join_run(settings, identity, tell), verbose=options.verbose)
 
 
 def status(options: argparse.Namespace) -> None:

@@ -2,7 +2,9 @@
 
 import sys
 import time
+from pathlib import Path
 
+from node.daemon import Joined
 from swarm.history import RoundLine
 from swarm.manifest import Manifest
 
@@ -86,6 +88,23 @@ class Console:
     def fact(self, word: str, text: str) -> None:
         """One line of the first screen."""
         self.say(f"{word:<9} {text}")
+
+    def serving(self, manifest: Manifest, home: Path, addresses: list[str]) -> None:
+        """The first screen of a rendezvous, with the line that others paste."""
+        self.fact("run", describe_run(manifest))
+        self.fact("home", str(home))
+        self.say(f"\nJoin with another box, or in another terminal:\n  {join_line(addresses)}\n")
+
+    def joined(self, joined: Joined) -> None:
+        """The first screen of a node: every choice with its reason."""
+        trainer = joined.trainer
+        self.fact("run", describe_run(joined.manifest))
+        self.fact("device", f"{trainer.device}, {trainer.dtype} ({trainer.reason})")
+        self.fact(
+            "experts", f"up to {joined.capacity} of {joined.manifest.model.num_experts} ({joined.capacity_reason})"
+        )
+        self.fact("home", str(joined.home))
+        self.fact("invite", join_line(joined.addresses))
 
     def state(self, state: str, reason: str) -> None:
         """Why the node is held up, when that lasts; a reason that keeps changing is shown every few seconds."""

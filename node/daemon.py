@@ -6,7 +6,6 @@ from pathlib import Path
 
 from node.trainer_process import TrainerProcess, TrainerSettings
 from swarm.discovery import find_manifest
-from swarm.documents import Signed
 from swarm.history import History, RoundLine
 from swarm.identity import Identity
 from swarm.lifecycle import live
@@ -38,10 +37,12 @@ class NodeSettings:
 class Joined:
     """What a node knows when it is about to take part, for the first screen."""
 
-    node_id: str
-    manifest: Signed[Manifest]
+    manifest: Manifest
+    home: Path
     addresses: list[str]
     capacity: int
+    """Experts that this node can train."""
+    capacity_reason: str
     trainer: TrainerProcess
 
 
@@ -79,10 +80,17 @@ async def join(settings: NodeSettings, identity: Identity, tell: Listeners) -> N
         write_durably(store.folder / "manifest", manifest.wire)
         tell.say(f"run {run.name} {manifest.digest[:12]}: loading the model and the text")
         trainer = await TrainerProcess.start(run, settings.trainer, tell.on_progress)
-        capacity = min(run.model.num_experts, settings.experts or run.model.num_experts)
+        capacity, reason = choose_capacity(run, settings.experts)
         addresses = await network.addresses()
         tell.on_joined(
-            Joined(node_id=identity.node_id, manifest=manifest, addresses=addresses, capacity=capacity, trainer=trainer)
+            Joined(
+                manifest=run,
+                home=settings.home,
+                addresses=addresses,
+                capacity=capacity,
+                capacity_reason=reason,
+                trainer=trainer,
+            )
         )
         history = History(store.folder / "history.jsonl", run.round.total, run.model.num_experts, tell.on_round)
         participant = Participant(
@@ -118,3 +126,11 @@ async def join(settings: NodeSettings, identity: Identity, tell: Listeners) -> N
         if trainer is not None:
             await trainer.close()
         await network.close()
+
+
+def choose_capacity(run: Manifest, limit: int | None) -> tuple[int, str]:
+    """How many experts this node offers to train, and why."""
+    experts = run.model.num_experts
+    if limit is None:
+        return experts, "all of them: no limit was given; set one with --experts N"
+    return min(limit, experts), f"--experts {limit}"

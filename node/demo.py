@@ -9,23 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.run_file import read_run_file, write_preset
-from model.engine import Engine
 from model.errors import SpesError, UserError
 from model.export import export_checkpoint, generate
 from model.initial import initial_values
 from node.console import Console, quantity, size
 from node.corpus import load_corpus
-from node.local_swarm import LocalSwarm, last_words
+from node.evaluation import committed, heldout_loss
+from node.local_swarm import LocalSwarm, follow, last_words
 from node.stores import open_store
 from swarm.documents import state_digest
-from swarm.manifest import Manifest
-from swarm.store import ShardStore, file_digest
+from swarm.store import file_digest
 
 NODES = 4
 HELDOUT_BLOCKS = 192
 """Held-out blocks for the losses before and after."""
 SAMPLE_PROMPT = "The "
-SAMPLE_TOKENS = 240
 END_SECONDS = 60.0
 """After the last round the nodes end by themselves within this time."""
 
@@ -83,7 +81,8 @@ def _adapt(run_file: Path, *, own_text: bool, rounds: int | None) -> None:
 
 def _follow(swarm: LocalSwarm, console: Console, total: int) -> None:
     """Show the rounds as the rendezvous tells them, until every node has finished."""
-    for line in swarm.rendezvous_lines():
+    assert swarm.rendezvous is not None
+    for line in follow(swarm.rendezvous):
         text = line.rstrip()
         if text and "join --peers" not in text and not text.startswith("Join"):
             console.say(text)
@@ -91,7 +90,6 @@ def _follow(swarm: LocalSwarm, console: Console, total: int) -> None:
             break
         _check(swarm)
     else:
-        assert swarm.rendezvous is not None
         raise SpesError(f"the rendezvous ended early: {last_words(swarm.rendezvous)}")
     for box in swarm.nodes:
         box.process.wait(timeout=END_SECONDS)
@@ -112,7 +110,9 @@ def _summarise(output: Path, swarm: LocalSwarm, started: float) -> dict[str, Any
     states = [_state_on_disk(box.home) for box in swarm.nodes]
     export = output / "checkpoint"
     export_checkpoint(manifest.model, store.values, export)
-    before, after = _losses(manifest, swarm.data, store)
+    corpus = load_corpus(manifest.data, manifest.seed, swarm.data)
+    before = heldout_loss(manifest, corpus, initial_values(manifest.model, manifest.seed), HELDOUT_BLOCKS)
+    after = heldout_loss(manifest, corpus, committed(manifest, store), HELDOUT_BLOCKS)
     last = _history(output / "rendezvous")[-1]
     return {
         "loss_start": before,
@@ -127,7 +127,7 @@ def _summarise(output: Path, swarm: LocalSwarm, started: float) -> dict[str, Any
         "seconds": round(time.monotonic() - started, 1),
         "bytes_moved": last["bytes_moved"],
         "export_dir": str(export),
-        "sample": generate(export, SAMPLE_PROMPT, SAMPLE_TOKENS, seed=0),
+        "sample": generate(export, SAMPLE_PROMPT, manifest.model.max_length - len(SAMPLE_PROMPT), seed=0),
     }
 
 
@@ -143,24 +143,6 @@ def _history(home: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _losses(manifest: Manifest, data: Sequence[Path], store: ShardStore) -> tuple[float, float]:
-    """Held-out loss, nats per token, of the genesis and of the final state on the same text."""
-    corpus = load_corpus(manifest.data, manifest.seed, data)
-    heldout = corpus.heldout_blocks(HELDOUT_BLOCKS)
-    engine = Engine(manifest.model, manifest.loss, manifest.optimizer)
-
-    def loss() -> float:
-        nats, tokens = engine.evaluate(heldout)
-        return nats / tokens
-
-    for shard, values in initial_values(manifest.model, manifest.seed):
-        engine.load(shard.name, values)
-    before = loss()
-    for shard in engine.shards:
-        engine.load(shard.name, store.values(shard.name))
-    return before, loss()
-
-
 def _tell(console: Console, output: Path, summary: dict[str, Any]) -> None:
     """The last screen."""
     console.say("")
@@ -173,6 +155,6 @@ def _tell(console: Console, output: Path, summary: dict[str, Any]) -> None:
     )
     same = "the same bits on every node" if summary["digests_equal"] else "NOT the same on every node"
     console.fact("state", f"{summary['digest'][:16]}, {same}")
-    console.fact("sample", json.dumps(SAMPLE_PROMPT + summary["sample"], ensure_ascii=False))
+    console.fact("sample", " ".join((SAMPLE_PROMPT + summary["sample"]).split()))
     console.fact("model", f"{summary['export_dir']} (for transformers.AutoModelForCausalLM)")
     console.fact("summary", str(output / "summary.json"))

@@ -6,14 +6,18 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from model.errors import SpesError
+from swarm.lifeline import die_with_parent
 
 STOP_SECONDS = 15.0
 """A process that was asked to leave is killed after this time."""
+POLL_SECONDS = 0.1
+"""How often a log is looked at for new lines."""
 _ADDRESS = re.compile(r"spes-node join --peers (\S+)")
 
 
@@ -23,7 +27,7 @@ class Box:
 
     name: str
     home: Path
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
 
     @property
     def log(self) -> Path:
@@ -50,28 +54,24 @@ class LocalSwarm:
 
     def start_rendezvous(self, run_file: Path) -> None:
         """Start the rendezvous and wait for its join line. Raises SpesError with its last words when it ends."""
-        box = self._start("rendezvous", ["bootstrap", str(run_file), *self._data()], pipe=True)
-        self.rendezvous = box
-        assert box.process.stdout is not None
-        lines = []
-        for line in box.process.stdout:
-            lines.append(line)
+        self.rendezvous = self._start("rendezvous", ["bootstrap", str(run_file), *self._data()])
+        for line in follow(self.rendezvous):
             if match := _ADDRESS.search(line):
                 self.address = match[1]
                 return
-        raise SpesError(last_words(box) or "".join(lines).strip())
+        raise SpesError(last_words(self.rendezvous))
 
     def start_node(self, name: str, *options: str) -> Box:
         """Start a node that joins the rendezvous."""
         arguments = ["join", "--peers", self.address, "--threads", str(self.threads), *self._data(), *options]
-        box = self._start(name, arguments, pipe=False)
+        box = self._start(name, arguments)
         self.nodes.append(box)
         return box
 
     def _data(self) -> list[str]:
         return ["--data", *map(str, self.data)] if self.data else []
 
-    def _start(self, name: str, arguments: Sequence[str], *, pipe: bool) -> Box:
+    def _start(self, name: str, arguments: Sequence[str]) -> Box:
         home = self.folder / name
         home.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "node", *arguments]
@@ -80,18 +80,13 @@ class LocalSwarm:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if pipe else log,
-                stderr=log,
-                text=True,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C in the terminal is for us, and we end them in order
+                preexec_fn=die_with_parent,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
         return Box(name, home, process)
-
-    def rendezvous_lines(self) -> Iterator[str]:
-        """What the rendezvous prints from now on."""
-        assert self.rendezvous is not None and self.rendezvous.process.stdout is not None
-        yield from self.rendezvous.process.stdout
 
     def stop(self) -> None:
         """Ask every process to leave, nodes first, and wait for them."""
@@ -105,6 +100,21 @@ class LocalSwarm:
             except subprocess.TimeoutExpired:
                 box.process.kill()
                 box.process.wait()
+
+
+def follow(box: Box) -> Iterator[str]:
+    """The lines that a process prints, from the first one, until it ends."""
+    with open(box.log) as log:
+        while True:
+            ended = box.process.poll() is not None
+            line = log.readline()
+            if line.endswith("\n"):
+                yield line
+                continue
+            if ended:
+                return
+            log.seek(log.tell() - len(line))  # a line that is still being written
+            time.sleep(POLL_SECONDS)
 
 
 def last_words(box: Box) -> str:

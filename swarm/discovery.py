@@ -9,7 +9,7 @@ from swarm.manifest import PROTOCOL, Manifest
 from swarm.membership import MANIFEST_KEY
 from swarm.network import Network
 
-SEARCH_SECONDS = 15.0
+SEARCH_SECONDS = 45.0
 PAUSE_SECONDS = 0.5
 
 log = logging.getLogger(__name__)

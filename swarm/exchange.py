@@ -23,7 +23,7 @@ MAX_OBJECTS = 4096
 """Objects that one request may name."""
 CALL_SECONDS = 5.0
 """Bound on one short call."""
-PROGRESS_SECONDS = 5.0
+PROGRESS_SECONDS = 10.0
 """A stream that brings nothing for this long is given up."""
 
 Writer = Callable[[str, int], ObjectWriter]

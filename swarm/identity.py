@@ -1,5 +1,6 @@
 """The key of a node: one RSA key is its libp2p identity, signs its DHT records and its documents."""
 
+import base64
 import fcntl
 import hashlib
 import os
@@ -26,7 +27,7 @@ def node_id_of(public_key: bytes) -> NodeId:
     """The node id that belongs to an RSA public key in OpenSSH form.
 
     The libp2p rule: the SHA-256 multihash of the key as a protobuf message. Raises ValueError for anything that is
-    not an RSA key of 2,048 to 8,192 bits.
+    not an RSA key of 2,048 to 8,192 bits in the one form that OpenSSH writes, so that a node has one key and one id.
     """
     try:
         key = serialization.load_ssh_public_key(public_key)
@@ -34,6 +35,8 @@ def node_id_of(public_key: bytes) -> NodeId:
         raise ValueError("not a public key in OpenSSH form") from error
     if not isinstance(key, rsa.RSAPublicKey) or not 2048 <= key.key_size <= 8192:
         raise ValueError("not an RSA key of 2,048 to 8,192 bits")
+    if key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) != public_key:
+        raise ValueError("a public key in another spelling than OpenSSH's own")
     der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     message = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
     return NodeId(PeerID(b"\x12\x20" + hashlib.sha256(message).digest()).to_base58())
@@ -46,7 +49,7 @@ def _public_key(public_key: bytes) -> RSAPublicKey:
 
 def verify(public_key: bytes, message: bytes, signature: bytes) -> bool:
     """Whether `signature` over `message` was made with the private half of `public_key`."""
-    return bool(_public_key(public_key).verify(message, signature))
+    return bool(_public_key(public_key).verify(message, base64.b64encode(signature)))
 
 
 class Identity:
@@ -88,8 +91,8 @@ class Identity:
         return cls(RSAPrivateKey())
 
     def sign(self, message: bytes) -> bytes:
-        """RSA-PSS signature with SHA-256, base64."""
-        return bytes(self.key.sign(message))
+        """RSA-PSS signature with SHA-256."""
+        return base64.b64decode(self.key.sign(message))  # raw: base64 spells the same bytes in several ways
 
     def close(self) -> None:
         """Release the lock on the key file."""

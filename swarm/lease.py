@@ -22,7 +22,7 @@ def settle(
     """The owner of every expert that can have one.
 
     Leases that stand are kept. Orphans go to the best ranked node with room (rendezvous hashing with bounded load), and
-    a node far below its share takes experts from the fullest. Nothing else moves.
+    a node that is still below its share takes experts from the fullest. Nothing else moves.
 
     Args:
         run_id: salt of the ranking.
@@ -42,26 +42,25 @@ def settle(
         owner[expert] = node
         load[node] += 1
 
+    def room(limit: int) -> list[str]:
+        return [node for node in capacity if load[node] < min(capacity[node], limit)]
+
     for expert in range(num_experts):
         for node in standing.get(expert, ()):
             if load.get(node, 0) < capacity.get(node, 0):
                 give(expert, node)
                 break
 
-    limit = fair_limit(num_experts, capacity)
-    orphans = [expert for expert in range(num_experts) if expert not in owner]
-    for expert in orphans:
-        room = [node for node in capacity if load[node] < min(capacity[node], limit)]
-        room = room or [node for node in capacity if load[node] < capacity[node]]
-        if room:
-            give(expert, ranked(room, run_id, expert)[0])
-
     share = num_experts // len(capacity) if capacity else 0
+    limit = fair_limit(num_experts, capacity)
+    for expert in range(num_experts):
+        # orphans fill up those below their share first: then fewer standing leases have to move, or none
+        if expert not in owner and (candidates := room(share) or room(limit)):
+            give(expert, ranked(candidates, run_id, expert)[0])
+
     for node in ranked(capacity, run_id):
         while load[node] < min(share, capacity[node]):
             fullest = max(load, key=lambda other: (load[other], other))
-            if load[fullest] - load[node] < 2:  # moving one would only swap the two
-                break
             movable = [expert for expert, holder in owner.items() if holder == fullest]
             give(max(movable, key=lambda expert: score(node, run_id, expert)), node)
     return owner

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -127,8 +127,21 @@ async def read_view(network: Network, run_id: str) -> View:
 class Membership:
     """This node's records, and its view of the others'."""
 
-    def __init__(self, network: Network, manifest: Signed[Manifest], record: NodeRecord) -> None:
+    def __init__(
+        self,
+        network: Network,
+        manifest: Signed[Manifest],
+        record: NodeRecord,
+        traffic: Callable[[], tuple[int, int]],
+    ) -> None:
+        """Args:
+        network: joined.
+        manifest: the run's.
+        record: what the node says about itself at the start.
+        traffic: bytes sent and received so far.
+        """
         self.network = network
+        self._traffic = traffic
         self.record = record
         self.experts: tuple[int, ...] = ()
         self.view = View()
@@ -148,12 +161,17 @@ class Membership:
 
     async def publish(self) -> None:
         """Store this node's record and lease, and the manifest when this node is one of its keepers."""
+        self._count_traffic()
         run_id = self.record.run
         lease = LeaseRecord(run=run_id, experts=self.experts)
         records = {nodes_key(run_id): canonical(self.record), leases_key(run_id): canonical(lease)}
         if self._keeps_manifest():
             records[MANIFEST_KEY] = self._manifest
         await asyncio.gather(*[self.network.store(k, value, self._lease_seconds) for k, value in records.items()])
+
+    def _count_traffic(self) -> None:
+        sent, received = self._traffic()
+        self.record = self.record.model_copy(update={"sent": sent, "received": received})
 
     def _keeps_manifest(self) -> bool:
         others = self.view.present().keys() - {self.network.node_id}
@@ -163,6 +181,7 @@ class Membership:
     async def refresh(self) -> View:
         """Read the view again; this node's own record is always in it, as it knows itself best."""
         view = await read_view(self.network, self.record.run)
+        self._count_traffic()
         me = self.network.node_id
         self.view = View({**view.nodes, me: self.record}, {**view.leases, me: self.experts})
         self.network.book.update({n: r.addresses for n, r in self.view.present().items() if n != me})

@@ -19,16 +19,16 @@ from hivemind.utils.multiaddr import Multiaddr
 from model.errors import SpesError, Unreachable, UserError
 from swarm import decoder_guard
 from swarm.identity import Identity, NodeId
-from swarm.p2p_daemon import P2PDaemon
+from swarm.p2p_daemon import P2PDaemon, WrongPeer
 from swarm.validator import owner_of, record_validator
 
 PROBE_SECONDS = 5.0
 """How long one given address may take to accept a connection."""
 
-DHT_WAIT_SECONDS = 2.0
+DHT_WAIT_SECONDS = 3.0
 """After this time without an answer a DHT request counts as lost."""
 
-CALL_SECONDS = 5.0
+CALL_SECONDS = 10.0
 """Bound on one DHT operation and on one dial."""
 
 REDIAL_FIRST_SECONDS = 2.0
@@ -188,18 +188,13 @@ class Network:
         """
         configure_hivemind()
         book = AddressBook.load(book_path)
-        for address in peers:
-            peer_of(address)
-        candidates = list(dict.fromkeys([*peers, *book.addresses()]))
-        candidates = [address for address in candidates if peer_of(address) != identity.node_id]
-        failures = await asyncio.gather(*map(probe, candidates))
-        alive = [address for address, failure in zip(candidates, failures, strict=True) if not failure]
-        if peers and not alive and any(peer_of(address) != identity.node_id for address in peers):
-            reasons = "; ".join(f"{a}: {why}" for a, why in zip(candidates, failures, strict=True) if a in peers)
-            raise Unreachable(f"no peer answers ({reasons}). Check the address, and that its `spes-node` is running")
+        given, known = (
+            [address for address in addresses if peer_of(address) != identity.node_id]
+            for addresses in (peers, book.addresses())
+        )
         check_ports(listen)
-        daemon = await P2PDaemon.start(
-            listen=listen, announce=announce, peers=alive, identity_path=identity.path, client=client
+        daemon, alive = await _start_daemon(
+            given, known, listen=listen, announce=announce, identity_path=identity.path, client=client
         )
         validator, subkey = record_validator(identity)
         try:
@@ -223,7 +218,7 @@ class Network:
                     f"the clock of this machine is off: {error}. Switch on time synchronisation (NTP)"
                 ) from None
             raise
-        if alive and not await _knows_anybody(dht, alive):
+        if given and not await _knows_anybody(dht, alive):
             await dht.shutdown()
             await daemon.stop()
             raise Unreachable(f"{', '.join(alive)}: the port answers, but no peer of a swarm is behind it")
@@ -239,7 +234,7 @@ class Network:
         return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
 
     async def store(self, key: str, value: bytes, seconds: float) -> bool:
-        """Publish a record under this node's own sub-key for `seconds`; False when nobody took it in time."""
+        """Publish a record under this node's own sub-key for `seconds`; whether the last peer to answer has taken it."""
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 return bool(await self._dht.store(key, value, get_dht_time() + seconds, subkey=self._subkey))
@@ -303,6 +298,27 @@ class Network:
         """Leave the DHT and end p2pd."""
         await self._dht.shutdown()
         await self._daemon.stop()
+
+
+async def _start_daemon(given: Sequence[str], known: Sequence[str], **options: Any) -> tuple[P2PDaemon, list[str]]:
+    """Start p2pd with those of the addresses that answer; returns them too.
+
+    One that was given must answer, or a known one in its place. Known ones alone may all be out of date: they keep
+    nobody from starting.
+    """
+    candidates = list(dict.fromkeys([*given, *known]))
+    failures = dict(zip(candidates, await asyncio.gather(*map(probe, candidates)), strict=True))
+    if alive := [address for address in candidates if not failures[address]]:
+        try:
+            return await P2PDaemon.start(peers=alive, **options), alive
+        except WrongPeer:
+            failures.update(dict.fromkeys(alive, "the port answers, but not as the peer with this id"))
+    if given:
+        reasons = "; ".join(f"{address}: {failures[address]}" for address in given)
+        raise Unreachable(
+            f"no peer answers ({reasons}). Check that its `spes-node` is running, and ask for its present join line"
+        )
+    return await P2PDaemon.start(**options), []
 
 
 async def _knows_anybody(dht: DHTNode, addresses: Sequence[str]) -> bool:

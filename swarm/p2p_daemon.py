@@ -13,11 +13,15 @@ from typing import Self
 from hivemind.p2p import P2P
 from hivemind.utils.multiaddr import Multiaddr
 
-from model.errors import SpesError, UserError
+from model.errors import SpesError
 from swarm.lifeline import die_with_parent
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
+
+
+class WrongPeer(SpesError):
+    """Something else than the peers answers at every address. Caught by the network, which knows who gave them."""
 
 
 class P2PDaemon:
@@ -49,7 +53,7 @@ class P2PDaemon:
             client: ask others, serve nothing.
 
         Raises:
-            UserError: a peer's id does not match its address.
+            WrongPeer: no given address leads to the peer with the id in it.
             SpesError: the daemon did not start for another reason.
         """
         socket = Path(tempfile.gettempdir()) / f"spes-p2pd-{secrets.token_urlsafe(8)}.sock"
@@ -125,10 +129,7 @@ async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
         if last.startswith("Peer ID:"):
             return
     if "failed to connect to bootstrap peers" in last:
-        raise UserError(
-            "the given peers answer, but not with the peer id in their address. "
-            "Ask for a new join line: the other side may have a new identity"
-        )
+        raise WrongPeer("no given address leads to the peer that it names")
     raise SpesError(f"p2pd ended at its start: {last or 'no output'}")
 
 

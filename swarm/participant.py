@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.board import Board
+from swarm.collect import collect_results
 from swarm.documents import Commit, Document, Leave, Plan, Signed, seal
 from swarm.exchange import CallFailed, Exchange
 from swarm.identity import Identity, NodeId
@@ -57,7 +58,7 @@ class Participant:
         self.run_id = manifest.digest
         self.board = Board()
         self.exchange = Exchange(network, self.run_id, self)
-        self.membership = Membership(network, manifest, record)
+        self.membership = Membership(network, manifest, record, lambda: (self.exchange.sent, self.exchange.received))
         self.replica = Replica(store, self.exchange, self.membership)
         self._manifest_wire = manifest.wire
         self._identity = identity
@@ -169,7 +170,7 @@ class Participant:
             self._account(this_round)
         else:
             self._tell("following", f"round {plan.document.round} is in progress without this node")
-            commit = await self._watch_for_commit()
+            commit = await self._watch(plan)
         if commit is None:
             await self._catch_up()
         else:
@@ -193,7 +194,6 @@ class Participant:
         """The head has changed."""
         head = self.replica.head
         self.board.advance(head.document.round)
-        self.membership.update(sent=self.exchange.sent, received=self.exchange.received)
         now = asyncio.get_running_loop().time()
         self._on_commit(head, self.membership.view, now - (self._round_started or now))
         self._round_started = now
@@ -244,9 +244,18 @@ class Participant:
     def _find_commit(self) -> Signed[Commit] | None:
         return self.replica.successor(self.board.commits.get(self.replica.head.document.round + 1, {}).values())
 
-    async def _watch_for_commit(self) -> Signed[Commit] | None:
+    async def _watch(self, plan: Signed[Plan]) -> Signed[Commit] | None:
         """The commit of a round this node is not part of; None when it should look for a newer head instead."""
-        return await self.board.until(self._find_commit, LOOK_SECONDS)
+        async with asyncio.TaskGroup() as group:
+            collecting = group.create_task(collect_results(plan.document.round, plan.digest, self.replica, self.board))
+            commit = await self._patience.wait(
+                self._find_commit,
+                what="the commit",
+                whom=lambda: [plan.signer],
+                seconds=self.manifest.round.margin_seconds,
+            )
+            collecting.cancel()
+        return commit
 
     async def _lead(self) -> None:
         """Write the plan when those who come first in the order do not."""
@@ -292,15 +301,20 @@ class Participant:
         return False
 
     async def _assemble(self, head: Commit, digest: str) -> dict[NodeId, NodeRecord]:
-        """Wait for the roster: those of the last round that are still there, and everybody else who is ready."""
+        """Wait for the roster: those of the last round that are still there, and everybody else who is ready.
+
+        Newcomers that hold the state of the round before are one step behind and are waited for, too.
+        """
         loop = asyncio.get_running_loop()
         number = head.round + 1
         deadline = loop.time() + self.manifest.round.margin_seconds / 2
         needed = self.manifest.round.start_nodes if head.round == 0 else 1
+        look = loop.time() + LOOK_SECONDS
         while True:
-            view = await self.membership.refresh()
-            ready = {node: record for node, record in view.trainers().items() if record.commit == digest}
-            awaited = [n for n in head.shares if n not in ready and not self.board.excused(n, number)]
+            trainers = (await self.membership.refresh()).trainers()
+            ready = {node: record for node, record in trainers.items() if record.commit == digest}
+            close = head.shares.keys() | {node for node, record in trainers.items() if record.commit == head.parent}
+            awaited = [node for node in close if node not in ready and not self.board.excused(node, number)]
             if len(ready) < needed:
                 self._tell("waiting", f"{len(ready)} of the {needed} nodes that the run needs to start are here")
             elif not awaited or loop.time() > deadline:
@@ -308,6 +322,9 @@ class Participant:
             else:
                 self._tell("waiting", f"waiting for {names(awaited)} to finish round {head.round}")
             await self.board.changed(POLL_SECONDS)
+            if loop.time() > look:
+                look = loop.time() + LOOK_SECONDS
+                await self._patience.look(awaited)
 
     # the end
 

@@ -23,6 +23,8 @@ class Patience:
         self._exchange = exchange
         self._tell = tell
         """Shows people what is waited for."""
+        self._failures: dict[str, int] = {}
+        """Unanswered pings in a row, by node."""
 
     async def wait(
         self, ready: Callable[[], T | None], *, what: str, whom: Callable[[], Collection[str]], seconds: float
@@ -42,20 +44,23 @@ class Patience:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        failures: dict[str, int] = {}
         while (found := await self._board.until(ready, min(LOOK_SECONDS, deadline - loop.time()))) is None:
             left = deadline - loop.time()
             if left <= 0:
                 return None
             waiting = [node for node in whom() if node not in self._board.lost]
             self._tell(f"waiting for {what} of {names(waiting)}, at most {left:.0f} s more")
-            others = [node for node in waiting if node != self._exchange.network.node_id]
-            answers = await asyncio.gather(*[self._answers(node) for node in others])
-            for node, answered in zip(others, answers, strict=True):
-                failures[node] = 0 if answered else failures.get(node, 0) + 1
-                if failures[node] >= FAILURES:
-                    self._board.lose(node)
+            await self.look(waiting)
         return found
+
+    async def look(self, nodes: Collection[str]) -> None:
+        """Ping nodes once; those that have not answered FAILURES times in a row are marked as lost on the board."""
+        others = [node for node in nodes if node != self._exchange.network.node_id]
+        answers = await asyncio.gather(*[self._answers(node) for node in others])
+        for node, answered in zip(others, answers, strict=True):
+            self._failures[node] = 0 if answered else self._failures.get(node, 0) + 1
+            if self._failures[node] >= FAILURES:
+                self._board.lose(node)
 
     async def _answers(self, node: str) -> bool:
         """Ping a peer; when it is ahead, a commit was not delivered here, so read it."""

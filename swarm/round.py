@@ -7,6 +7,7 @@ from typing import Any
 
 from swarm import blocks
 from swarm.board import Board
+from swarm.collect import collect_results
 from swarm.documents import Commit, Contribution, Document, Plan, Reduction, Result, Signed, seal
 from swarm.exchange import Exchange
 from swarm.identity import Identity
@@ -62,9 +63,10 @@ class Round:
 
     async def run(self) -> Signed[Commit] | None:
         """Take part; returns the round's commit, or None when none came by any deadline."""
+        collect = collect_results(self.plan.round, self._digest, self._replica, self._board)
         async with asyncio.TaskGroup() as group:
             training = group.create_task(self._train())
-            duties = [group.create_task(duty) for duty in (self._reduce(), self._collect(), self._commit())]
+            duties = [group.create_task(duty) for duty in (self._reduce(), collect, self._commit())]
             commit = await self._patience.wait(
                 self._find_commit,
                 what="the commit",
@@ -186,30 +188,6 @@ class Round:
             for name, result in reduction.results.items()
             if not self._excused(node) or self._holds(result.digest)
         }
-
-    # collecting
-
-    async def _collect(self) -> None:
-        """Fetch results as they are announced, so that the commit finds them here."""
-
-        def lacking() -> dict[str, list[tuple[str, int]]] | None:
-            found = {node: self._lacking(reduction) for node, reduction in self._reductions().items()}
-            return {node: wanted for node, wanted in found.items() if wanted and not self._excused(node)} or None
-
-        while True:
-            if wanted := await self._board.until(lacking, self._margin):
-                await asyncio.gather(*[self._replica.prefetch(node, items) for node, items in wanted.items()])
-                self._board.notify()
-                if lacking():  # a source failed; it is asked again, but not in a hot loop
-                    await self._board.changed(LOOK_SECONDS)
-
-    def _lacking(self, reduction: Reduction) -> list[tuple[str, int]]:
-        """Digest and size of the results in a reduction that are not here."""
-        return [
-            (result.digest, self._head.shards[name].size)
-            for name, result in reduction.results.items()
-            if name in self._head.shards and not self._holds(result.digest)
-        ]
 
     # committing
 

@@ -1,0 +1,163 @@
+"""The board: waiting without polling, what is refused, and who is excused."""
+
+import asyncio
+from typing import Any
+
+from swarm.board import ROUNDS_AHEAD, Board
+from swarm.documents import Contribution, Document, Leave, Plan, Reduction, Result, Signed
+
+RUN = "ab" * 32
+DIGEST = "cd" * 32
+ALICE, BOB = "Qm" + "A" * 44, "Qm" + "B" * 44
+
+
+def signed(document: Document, signer: str = ALICE) -> Signed[Any]:
+    return Signed(document, signer, DIGEST, b"")
+
+
+def plan(number: int) -> Plan:
+    return Plan(
+        run=RUN,
+        round=number,
+        parent=DIGEST,
+        leader=ALICE,
+        roster={},
+        owners={},
+        local_steps=1,
+        train_seconds=1.0,
+        reduce_seconds=1.0,
+    )
+
+
+def reduction(*names: str, number: int = 1) -> Reduction:
+    result = Result(digest=DIGEST, contributors=(ALICE,))
+    return Reduction(run=RUN, round=number, plan=DIGEST, node=ALICE, results=dict.fromkeys(names, result))
+
+
+def contribution(node: str, number: int = 1) -> Contribution:
+    return Contribution(
+        run=RUN,
+        round=number,
+        plan=DIGEST,
+        node=node,
+        tokens=1,
+        steps=1,
+        used_blocks=1,
+        loss=1.0,
+        heldout_nats=0.0,
+        heldout_tokens=0,
+        train_seconds=1.0,
+        shards={},
+    )
+
+
+def leave(node: str, number: int) -> Leave:
+    return Leave(run=RUN, node=node, round=number)
+
+
+def test_until_returns_what_appears_and_looks_at_every_change() -> None:
+    looks = list[int]()
+
+    async def scenario() -> None:
+        board = Board()
+
+        def ready() -> Signed[Plan] | None:
+            looks.append(len(looks))
+            return board.plans.get(1, {}).get(ALICE)
+
+        waiting = asyncio.create_task(board.until(ready, 10.0))
+        await asyncio.sleep(0)
+        board.post(signed(contribution(BOB)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        posted = signed(plan(1))
+        board.post(posted)
+        assert await waiting is posted
+
+    asyncio.run(scenario())
+    assert len(looks) == 3
+
+
+def test_until_gives_up_at_the_deadline_and_looks_a_last_time() -> None:
+    async def scenario() -> None:
+        board = Board()
+        assert await board.until(lambda: None, 0.01) is None
+        assert await board.until(lambda: "at once", 0.0) == "at once"
+        answers = iter([None, "late"])
+        assert await board.until(lambda: next(answers), 0.01) == "late"
+
+    asyncio.run(scenario())
+
+
+def test_changed_wakes_everybody_at_once_and_ends_at_the_deadline() -> None:
+    async def scenario() -> None:
+        board = Board()
+        await board.changed(0.01)
+        waiting = [asyncio.create_task(board.changed(60.0)) for _ in range(3)]
+        await asyncio.sleep(0)
+        board.notify()
+        async with asyncio.timeout(1.0):
+            await asyncio.gather(*waiting)
+
+    asyncio.run(scenario())
+
+
+def test_rounds_outside_the_window_are_refused() -> None:
+    board = Board()
+    board.advance(5)
+    accepted = {number: board.post(signed(plan(number))) == "" for number in range(4, 10)}
+    assert accepted == {4: False, 5: False, 6: True, 7: True, 8: False, 9: False}
+    assert board.plans.keys() == {6, 5 + ROUNDS_AHEAD}
+    assert "round 9" in board.post(signed(contribution(ALICE, 9))) and not board.contributions
+
+
+def test_advance_forgets_finished_rounds_and_lost_nodes() -> None:
+    board = Board()
+    for number in (1, 2):
+        board.post(signed(plan(number)))
+        board.post(signed(contribution(ALICE, number)))
+        board.post(signed(reduction("embed", number=number)))
+    board.lose(BOB)
+    board.advance(1)
+    assert (board.plans.keys(), board.contributions.keys()) == ({2}, {(2, DIGEST)})
+    assert board.reductions.keys() == {(2, DIGEST)}
+    assert not board.lost and board.committed == 1
+
+
+def test_a_smaller_reduction_never_replaces_a_larger_one() -> None:
+    board = Board()
+
+    def known() -> set[str]:
+        return set(board.reductions[1, DIGEST][ALICE].document.results)
+
+    board.post(signed(reduction("embed")))
+    board.post(signed(reduction("embed", "head")))
+    assert known() == {"embed", "head"}
+    board.post(signed(reduction("embed")))
+    assert known() == {"embed", "head"}
+
+
+def test_documents_are_kept_by_signer() -> None:
+    board = Board()
+    board.post(signed(contribution(ALICE), ALICE))
+    board.post(signed(contribution(BOB), BOB))
+    board.post(signed(contribution(BOB), BOB))
+    assert board.contributions[1, DIGEST].keys() == {ALICE, BOB}
+
+
+def test_who_has_left_is_excused_until_it_could_be_back() -> None:
+    board = Board()
+    board.advance(3)
+    assert not board.excused(BOB, 4)
+    board.post(signed(leave(BOB, 3), BOB))
+    assert board.excused(BOB, 4) and not board.excused(BOB, 5)
+    board.post(signed(leave(BOB, 2), BOB))
+    assert board.excused(BOB, 4), "an older goodbye that arrives late changes nothing"
+
+
+def test_who_is_lost_is_excused_for_this_round() -> None:
+    board = Board()
+    board.lose(BOB)
+    assert board.excused(BOB, 1) and not board.excused(ALICE, 1)
+    board.advance(1)
+    assert not board.excused(BOB, 2)
