@@ -14,6 +14,7 @@ from pathlib import Path
 from model.errors import SpesError
 
 DEFAULT_PORT = 31337
+MAX_NAME = 40
 EXIT_BUG = 70
 
 EXAMPLES = """examples:
@@ -84,10 +85,16 @@ def _add_peers(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_place(parser: argparse.ArgumentParser, listen: str) -> None:
-    parser.add_argument("--name", metavar="NAME", help="shown to others (default: one made from the identity)")
+    parser.add_argument("--name", type=_name, metavar="NAME", help="shown to others (default: one made from the identity)")
     parser.add_argument("--listen", default=listen, metavar="HOST:PORT", help=f"default: {listen} (port 0: any)")
     parser.add_argument("--announce", nargs="+", default=[], metavar="ADDR", help="multiaddresses others should dial")
     parser.add_argument("--home", type=Path, metavar="DIR", help="identity, address book and state of this node")
+
+
+def _name(text: str) -> str:
+    if not text.isprintable() or not 0 < len(text) <= MAX_NAME:
+        raise argparse.ArgumentTypeError(f"must be 1 to {MAX_NAME} printable characters")
+    return text
 
 
 def _positive(text: str) -> int:

@@ -132,6 +132,8 @@ class Commit(Document):
     round: Count
     parent: str
     """Digest of the commit before; empty for the genesis."""
+    plan: str = ""
+    """Digest of the plan that this commit fulfils; empty for the genesis."""
     leader: Node
     shards: dict[ShardName, ShardState]
     holders: dict[ShardName, Node]

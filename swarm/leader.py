@@ -161,6 +161,7 @@ def make_commit(
         run=plan.run,
         round=plan.round,
         parent=plan.parent,
+        plan=plan_digest,
         leader=leader,
         shards=shards,
         holders={name: node for name, (node, _) in results.items()},

@@ -149,15 +149,20 @@ class Membership:
         self._lease_seconds = manifest.document.round.lease_seconds
         self._changed = asyncio.Event()
 
+    def note(self, **changes: Any) -> None:
+        """Change fields of this node's record that nobody waits for; the next beat publishes them."""
+        self.record = self.record.model_copy(update=changes)
+
     def update(self, **changes: Any) -> None:
         """Change fields of this node's record; it is published at once."""
-        self.record = self.record.model_copy(update=changes)
+        self.note(**changes)
         self._changed.set()
 
     def lease(self, experts: tuple[int, ...]) -> None:
-        """Change the experts this node holds; the lease is published at once."""
-        self.experts = experts
-        self._changed.set()
+        """Change the experts this node holds; a change is published at once."""
+        if experts != self.experts:
+            self.experts = experts
+            self._changed.set()
 
     async def publish(self) -> None:
         """Store this node's record and lease, and the manifest when this node is one of its keepers."""

@@ -234,7 +234,11 @@ class Network:
         return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
 
     async def store(self, key: str, value: bytes, seconds: float) -> bool:
-        """Publish a record under this node's own sub-key for `seconds`; whether the last peer to answer has taken it."""
+        """Publish a record under this node's own sub-key for `seconds`.
+
+        Returns whether the last peer to answer took it: False says little, as a peer that has just been given the same
+        record by another way, or one with bad intentions, answers no.
+        """
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 return bool(await self._dht.store(key, value, get_dht_time() + seconds, subkey=self._subkey))

@@ -201,7 +201,7 @@ class Participant:
     def _account(self, this_round: Round) -> None:
         work = this_round.work
         if work is not None and work.steps:
-            self.membership.update(
+            self.membership.note(
                 seconds_per_step=work.seconds / work.steps,
                 trained_tokens=self.membership.record.trained_tokens + work.tokens,
             )
@@ -348,10 +348,5 @@ class Participant:
         return list(self.membership.view.present())
 
     def _tell(self, state: State, reason: str) -> None:
-        record = self.membership.record
-        # a changed countdown is no news to the others: only a new state is worth a record of its own
-        if record.state != state:
-            self.membership.update(state=state, reason=reason[:120])
-        else:
-            self.membership.record = record.model_copy(update={"reason": reason[:120]})
+        self.membership.note(state=state, reason=reason[:120])
         self._on_state(state, reason)

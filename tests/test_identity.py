@@ -75,7 +75,7 @@ def test_the_key_stays_the_same(tmp_path: Path) -> None:
 def test_a_key_in_use_is_refused_until_it_is_released(tmp_path: Path) -> None:
     path = tmp_path / "identity"
     holder = Identity.open(path)
-    with pytest.raises(UserError, match="another process uses this identity.*--home"):
+    with pytest.raises(UserError, match=r"another process uses this identity.*--home"):
         Identity.open(path)
     holder.close()
     Identity.open(path).close()
@@ -118,7 +118,7 @@ def test_a_file_that_is_no_key_is_refused_and_released(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for broken in (b"", b"not a key", whole[:-100], b"\x00" * 1000, private_file(0, b"x"), private_file(1, other_kind)):
         path.write_bytes(broken)
-        with pytest.raises(UserError, match="not an (RSA )?identity key.*Move it away") as refusal:
+        with pytest.raises(UserError, match=r"not an (RSA )?identity key.*Move it away") as refusal:
             Identity.open(path)
         assert "\n" not in str(refusal.value)
     path.write_bytes(whole)

@@ -1,6 +1,7 @@
 """The shard store: whatever happens, what is in it is whole, and it opens at the last complete commit."""
 
 import hashlib
+import shutil
 from collections import namedtuple
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 
 from model.errors import UserError
-from swarm import store as store_module
 from swarm.documents import Commit, Ledger, ShardState, Signed, seal
 from swarm.identity import Identity
 from swarm.store import SPARE_BYTES, ShardStore
@@ -249,7 +249,7 @@ def test_a_damaged_store_says_so_in_one_line(store: ShardStore, me: Identity, da
         case "HEAD binary":
             (store.folder / "HEAD").write_bytes(b"\xff\xfe\n")
     for opens in (ShardStore.open, ShardStore.read_only):
-        with pytest.raises(UserError, match="the shard store is damaged.*Move it away") as refusal:
+        with pytest.raises(UserError, match=r"the shard store is damaged.*Move it away") as refusal:
             opens(store.folder, RUN)
         assert said in str(refusal.value) and "\n" not in str(refusal.value)
 
@@ -262,7 +262,7 @@ def test_the_store_of_another_run_is_refused(store: ShardStore, me: Identity) ->
 
 def test_a_full_disk_is_known_before_anything_is_fetched(store: ShardStore, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda folder: usage(0, 0, SPARE_BYTES + 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, SPARE_BYTES + 1000))
     store.require_space(1000)
     with pytest.raises(UserError, match=r"0\.07 GB are needed and 0\.07 GB are free.*--home"):
         store.require_space(1001)
