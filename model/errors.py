@@ -2,7 +2,7 @@
 
 SpesError
  +-- UserError      wrong input, file, address or option: one line and a remedy, exit code 2
- +-- Unreachable    no peer answers: exit code 4
+      +-- Unreachable    no peer answers
 Everything else that escapes is a bug and shows its traceback (exit code 70).
 """
 

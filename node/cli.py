@@ -85,7 +85,9 @@ def _add_peers(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_place(parser: argparse.ArgumentParser, listen: str) -> None:
-    parser.add_argument("--name", type=_name, metavar="NAME", help="shown to others (default: one made from the identity)")
+    parser.add_argument(
+        "--name", type=_name, metavar="NAME", help="shown to others (default: one made from the identity)"
+    )
     parser.add_argument("--listen", default=listen, metavar="HOST:PORT", help=f"default: {listen} (port 0: any)")
     parser.add_argument("--announce", nargs="+", default=[], metavar="ADDR", help="multiaddresses others should dial")
     parser.add_argument("--home", type=Path, metavar="DIR", help="identity, address book and state of this node")

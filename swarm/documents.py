@@ -290,6 +290,8 @@ def open_document(wire: bytes, run_id: str) -> Signed[Document]:
     document = _parse(model, fields)
     if document.run != run_id:
         raise Rejected("it belongs to another run")
+    if canonical(document) != body:
+        raise Rejected("its bytes are not in canonical form")
     author = getattr(document, "leader", None) or getattr(document, "node", None)
     if author != signer:
         raise Rejected("it is not signed by the node it names")

@@ -9,6 +9,9 @@ from model.settings import LossSettings, ModelSettings, OptimizerSettings, Setti
 PROTOCOL = 1
 """Version of the records, documents and calls between nodes; nodes with another one are refused."""
 
+MAX_SHARDS = 4000
+"""A commit names every shard, and has to stay below a megabyte."""
+
 
 class DataSettings(Settings):
     """The corpus: an ordered, seeded sequence of fixed-size token blocks."""
@@ -68,4 +71,7 @@ class Manifest(Settings):
             raise ValueError(
                 f"data.block_tokens {self.data.block_tokens} exceeds model.max_length {self.model.max_length}"
             )
+        shards = self.model.num_layers * (self.model.num_experts + 1)
+        if shards > MAX_SHARDS:
+            raise ValueError(f"{shards} shards (layers x (experts + 1)) are more than the {MAX_SHARDS} of a commit")
         return self

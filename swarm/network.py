@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import ValidationError
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils import get_dht_time
 from hivemind.utils.logging import use_hivemind_log_handler
@@ -211,18 +212,33 @@ class Network:
                 reuse_get_requests=False,
                 ensure_bootstrap_success=False,
             )
-        except Exception as error:
+        except BaseException:
             await daemon.stop()
+            raise
+        network = cls(identity, daemon, dht, subkey, book)
+        try:
+            answers = await asyncio.gather(*[network._greet(peer_of(address)) for address in alive])
+            if given and not any(answers):
+                raise Unreachable(f"{', '.join(alive)}: the port answers, but no peer of a swarm is behind it")
+        except BaseException:
+            await network.close()
+            raise
+        return network
+
+    async def _greet(self, node: NodeId) -> bool:
+        """Ping a peer that this node starts from, and let it compare the clocks and dial back; whether it answers.
+
+        Raises UserError when the clocks differ too much: this node's records would be refused.
+        """
+        try:
+            return await self._dht.protocol.call_ping(PeerID.from_base58(node), validate=True) is not None
+        except ValidationError as error:
             if "local time" in str(error):
                 raise UserError(
                     f"the clock of this machine is off: {error}. Switch on time synchronisation (NTP)"
                 ) from None
-            raise
-        if given and not await _knows_anybody(dht, alive):
-            await dht.shutdown()
-            await daemon.stop()
-            raise Unreachable(f"{', '.join(alive)}: the port answers, but no peer of a swarm is behind it")
-        return cls(identity, daemon, dht, subkey, book)
+            log.warning("peers cannot dial this node: forward the port of --listen, and name it with --announce")
+            return True
 
     @property
     def p2p(self) -> P2P:
@@ -233,18 +249,17 @@ class Network:
         """The multiaddresses under which others see this node."""
         return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
 
-    async def store(self, key: str, value: bytes, seconds: float) -> bool:
+    async def store(self, key: str, value: bytes, seconds: float) -> None:
         """Publish a record under this node's own sub-key for `seconds`.
 
-        Returns whether the last peer to answer took it: False says little, as a peer that has just been given the same
-        record by another way, or one with bad intentions, answers no.
+        Whether it was taken shows only when it is read: hivemind tells the answer of one replica, and a peer that has
+        just been given the same record by another way answers no.
         """
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                return bool(await self._dht.store(key, value, get_dht_time() + seconds, subkey=self._subkey))
+                await self._dht.store(key, value, get_dht_time() + seconds, subkey=self._subkey)
         except Exception as error:  # noqa: BLE001 - hivemind passes p2pd's refusals on in several classes
             log.debug("store %s: %s", key, error or type(error).__name__)
-            return False
 
     async def read(self, key: str) -> dict[NodeId, bytes]:
         """All live records of a key, by the node that signed them; empty when nobody answers in time."""
@@ -323,9 +338,3 @@ async def _start_daemon(given: Sequence[str], known: Sequence[str], **options: A
             f"no peer answers ({reasons}). Check that its `spes-node` is running, and ask for its present join line"
         )
     return await P2PDaemon.start(**options), []
-
-
-async def _knows_anybody(dht: DHTNode, addresses: Sequence[str]) -> bool:
-    peers = {peer_of(address) for address in addresses}
-    answers = await asyncio.gather(*[dht.protocol.call_ping(PeerID.from_base58(peer)) for peer in peers])
-    return any(answer is not None for answer in answers)

@@ -99,4 +99,5 @@ class Reducer:
             codec.average([(tokens, self._path(digest)) for _, tokens, digest in offers], target)
         digest = target.hash.hexdigest()
         os.replace(temporary, folder / digest)
+        self._store.place(folder / digest)
         return Result(digest=digest, contributors=contributors)

@@ -109,6 +109,8 @@ class Round:
             )
         )
         self.work = work
+        for digest in work.shards.values():
+            store.place(store.scratch(self.plan.round) / digest)
         if self._find_commit() is not None:
             return
         self._tell("averaging", f"round {self.plan.round}: {work.steps} steps done")

@@ -11,8 +11,8 @@ A file becomes visible by a rename after its bytes are on the disk; HEAD moves l
 import contextlib
 import hashlib
 import os
-import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,7 +28,6 @@ KEPT_COMMITS = 2
 SPARE_BYTES = 64 << 20
 """Left free beside what is known to be needed: documents, logs, the system's own."""
 _BUFFER = 1 << 20
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def run_folder(home: Path, manifest: Signed[Manifest]) -> Path:
@@ -70,8 +69,9 @@ def map_values(path: Path) -> np.ndarray:
 class ObjectWriter:
     """Receives one object and puts it into the store if, and only if, its digest is right."""
 
-    def __init__(self, final: Path, digest: str, size: int, *, durable: bool) -> None:
+    def __init__(self, final: Path, digest: str, size: int, *, durable: bool, place: Callable[[Path], None]) -> None:
         self._final = final
+        self._place = place
         self._digest = digest
         self._size = size
         self._durable = durable
@@ -100,6 +100,7 @@ class ObjectWriter:
         if self._durable:
             os.fsync(self._file.fileno())
         os.replace(self._temporary, self._final)
+        self._place(self._final)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -117,6 +118,8 @@ class ShardStore:
         self.folder = folder
         self.run_id = run_id
         self.head: Signed[Commit] | None = None
+        self._places: dict[str, Path] = {}
+        """Where each object is: rounds ask for hundreds of them, again and again."""
         for name in ("objects", "commits", "scratch"):
             (folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -140,6 +143,8 @@ class ShardStore:
         shutil.rmtree(folder / "scratch")
         (folder / "scratch").mkdir(mode=0o700)
         store._load_head()
+        for path in folder.glob("objects/*/*"):
+            store.place(path)
         return store
 
     def _load_head(self) -> None:
@@ -164,7 +169,8 @@ class ShardStore:
         if not path.exists():
             return None
         signed = open_document(path.read_bytes(), self.run_id)
-        assert isinstance(signed.document, Commit)
+        if not isinstance(signed.document, Commit):
+            raise ValueError(f"{path} holds a {signed.document.kind}")
         return Signed(signed.document, signed.signer, signed.digest, signed.wire)
 
     def require_space(self, size: int) -> None:
@@ -191,18 +197,20 @@ class ShardStore:
 
     def writer(self, digest: str, size: int) -> ObjectWriter:
         """A writer for one object of `size` bytes of the state; it is on the disk when it has its name."""
-        return ObjectWriter(self.path(digest), digest, size, durable=True)
+        return ObjectWriter(self.path(digest), digest, size, durable=True, place=self.place)
 
     def scratch_writer(self, number: int, digest: str, size: int) -> ObjectWriter:
         """A writer for one object that is needed in this round only; it need not survive a power cut."""
-        return ObjectWriter(self.scratch(number) / digest, digest, size, durable=False)
+        path = self.scratch(number) / digest
+        return ObjectWriter(path, digest, size, durable=False, place=self.place)
+
+    def place(self, path: Path) -> None:
+        """Note an object that has just been written, here or by the trainer; its name is its digest."""
+        self._places[path.name] = path
 
     def find(self, digest: str) -> Path | None:
-        """Where an object is, committed or not; None when it is not here or `digest` is not one."""
-        if _DIGEST.fullmatch(digest) is None:
-            return None
-        places = [self.path(digest), *(folder / digest for folder in (self.folder / "scratch").iterdir())]
-        return next((path for path in places if path.exists()), None)
+        """Where an object is, committed or not; None when it is not here."""
+        return self._places.get(digest)
 
     def put(self, data: bytes | memoryview) -> str:
         """Store bytes; returns their digest."""
@@ -220,6 +228,7 @@ class ShardStore:
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(path, final)
+        self.place(final)
 
     def scratch(self, number: int) -> Path:
         """Folder for contributions and results of a round; its files are named by their digest."""
@@ -256,3 +265,4 @@ class ShardStore:
         for folder in (self.folder / "scratch").iterdir():
             if int(folder.name) < number:
                 shutil.rmtree(folder)
+        self._places = {digest: path for digest, path in self._places.items() if path.exists()}

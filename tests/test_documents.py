@@ -102,8 +102,8 @@ def documents(alice: Identity, bob: Identity) -> dict[str, Document]:
 
 
 def sign(identity: Identity, fields: object) -> bytes:
-    """The envelope of anything, with a signature that holds."""
-    body = bytes(msgpack.packb(fields))
+    """The envelope of anything, with a signature that holds; a map has its keys in canonical order."""
+    body = bytes(msgpack.packb(dict(sorted(fields.items(), key=str)) if isinstance(fields, dict) else fields))
     signature = identity.sign(b"spes-document/1\n" + body)
     return bytes(msgpack.packb({"body": body, "key": identity.public_key, "signature": signature}))
 
@@ -210,6 +210,17 @@ def test_a_signed_document_with_a_wrong_field_is_rejected(
     assert open_document(sign(alice, fields), RUN).document == documents["contribution"]
     with pytest.raises(Rejected):
         open_document(sign(alice, {**fields, name: value}), RUN)
+
+
+def test_another_form_of_the_same_document_is_rejected(documents: dict[str, Document], alice: Identity) -> None:
+    """A document has one digest, so it may have only one form."""
+    fields = documents["contribution"].model_dump()
+    body = bytes(msgpack.packb(dict(sorted(fields.items(), reverse=True))))
+    envelope = {"body": body, "key": alice.public_key, "signature": alice.sign(b"spes-document/1\n" + body)}
+    with pytest.raises(Rejected, match="canonical"):
+        open_document(bytes(msgpack.packb(envelope)), RUN)
+    with pytest.raises(Rejected, match="canonical"):
+        open_document(sign(alice, {**fields, "train_seconds": 1}), RUN)
 
 
 def test_a_missing_field_is_rejected_by_name(documents: dict[str, Document], alice: Identity) -> None:

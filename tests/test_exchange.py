@@ -219,7 +219,7 @@ def test_a_full_disk_is_this_nodes_own_error(scene: Scene) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
         def full(digest: str, size: int) -> ObjectWriter:
-            return FullDisk(pair.mine.store.path(digest), digest, size, durable=True)
+            return FullDisk(pair.mine.store.path(digest), digest, size, durable=True, place=pair.mine.store.place)
 
         with pytest.raises(OSError, match="No space left"):
             await pair.here.fetch(pair.node, [(digest_of(b"data"), 4)], full)
