@@ -114,7 +114,7 @@ class Console:
         held_up = state in ("syncing", "waiting") and now - self._since > LASTING_SECONDS
         if reason != self._reason and held_up and now - self._shown > REASON_SECONDS:
             self._reason, self._shown = reason, now
-            self.say(f"{state}: {reason}")
+            self.say(reason)
 
     def round(self, line: RoundLine) -> None:
         """The row of a round, with the header above the first one."""

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.run_file import read_run_file, write_preset
-from model.errors import SpesError, UserError
+from model.errors import UserError
 from model.export import export_checkpoint, generate
 from model.initial import initial_values
 from node.console import Console, quantity, size
 from node.corpus import load_corpus
 from node.evaluation import committed, heldout_loss
-from node.local_swarm import LocalSwarm, follow, last_words
+from node.local_swarm import LocalSwarm
 from node.stores import open_store
 from swarm.documents import state_digest
 from swarm.store import file_digest
@@ -24,8 +24,6 @@ NODES = 4
 HELDOUT_BLOCKS = 192
 """Held-out blocks for the losses before and after."""
 SAMPLE_PROMPT = "The "
-END_SECONDS = 60.0
-"""After the last round the nodes end by themselves within this time."""
 
 
 def run_demo(output: Path, data: Sequence[Path], rounds: int | None) -> None:
@@ -54,7 +52,7 @@ def run_demo(output: Path, data: Sequence[Path], rounds: int | None) -> None:
         swarm.start_rendezvous(run_file)
         for number in range(1, NODES + 1):
             swarm.start_node(f"node-{number}")
-        _follow(swarm, console, total)
+        swarm.run_to_end(total, lambda line: console.say(line) if _is_news(line) else None)
     summary = _summarise(output, swarm, started)
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _tell(console, output, summary)
@@ -79,27 +77,9 @@ def _adapt(run_file: Path, *, own_text: bool, rounds: int | None) -> None:
     run_file.write_text(text)
 
 
-def _follow(swarm: LocalSwarm, console: Console, total: int) -> None:
-    """Show the rounds as the rendezvous tells them, until every node has finished."""
-    assert swarm.rendezvous is not None
-    for line in follow(swarm.rendezvous):
-        text = line.rstrip()
-        if text and "join --peers" not in text and not text.startswith("Join"):
-            console.say(text)
-        if re.match(rf"\s*{total}/{total}\s", text):
-            break
-        _check(swarm)
-    else:
-        raise SpesError(f"the rendezvous ended early: {last_words(swarm.rendezvous)}")
-    for box in swarm.nodes:
-        box.process.wait(timeout=END_SECONDS)
-    _check(swarm)
-
-
-def _check(swarm: LocalSwarm) -> None:
-    for box in swarm.nodes:
-        if box.process.poll():
-            raise SpesError(f"{box.name} ended early: {last_words(box)}")
+def _is_news(line: str) -> bool:
+    """Whether a line of the rendezvous is for this screen; nobody has to join here."""
+    return bool(line) and "join --peers" not in line and not line.startswith(("Join", "run ", "new run", "home "))
 
 
 def _summarise(output: Path, swarm: LocalSwarm, started: float) -> dict[str, Any]:

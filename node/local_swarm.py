@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from swarm.lifeline import die_with_parent
 
 STOP_SECONDS = 15.0
 """A process that was asked to leave is killed after this time."""
+END_SECONDS = 60.0
+"""After the last round the nodes end by themselves within this time."""
 POLL_SECONDS = 0.1
 """How often a log is looked at for new lines."""
 _ADDRESS = re.compile(r"spes-node join --peers (\S+)")
@@ -68,6 +70,27 @@ class LocalSwarm:
         self.nodes.append(box)
         return box
 
+    def run_to_end(self, rounds: int, show: Callable[[str], None]) -> None:
+        """Show what the rendezvous prints until every node has finished the last of `rounds` rounds.
+
+        Raises SpesError with its last words when a process ends before its time.
+        """
+        assert self.rendezvous is not None
+        for line in follow(self.rendezvous, self._check_nodes):
+            show(line.rstrip())
+            if re.match(rf"\s*{rounds}/{rounds}\s", line):
+                break
+        else:
+            raise SpesError(f"the rendezvous ended early: {last_words(self.rendezvous)}")
+        for box in self.nodes:
+            box.process.wait(timeout=END_SECONDS)
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        for box in self.nodes:
+            if box.process.poll():
+                raise SpesError(f"{box.name} ended early: {last_words(box)}")
+
     def _data(self) -> list[str]:
         return ["--data", *map(str, self.data)] if self.data else []
 
@@ -102,8 +125,8 @@ class LocalSwarm:
                 box.process.wait()
 
 
-def follow(box: Box) -> Iterator[str]:
-    """The lines that a process prints, from the first one, until it ends."""
+def follow(box: Box, check: Callable[[], None] = lambda: None) -> Iterator[str]:
+    """The lines that a process prints, from the first one, until it ends; `check` is called while it is silent."""
     with open(box.log) as log:
         while True:
             ended = box.process.poll() is not None
@@ -114,6 +137,7 @@ def follow(box: Box) -> Iterator[str]:
             if ended:
                 return
             log.seek(log.tell() - len(line))  # a line that is still being written
+            check()
             time.sleep(POLL_SECONDS)
 
 

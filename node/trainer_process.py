@@ -21,6 +21,9 @@ from swarm.trainer import Task, Work
 MAX_FAILURES = 3
 """Rounds in a row whose loss is not finite, after which the node stops instead of wasting power."""
 
+TRAINER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that spin while they wait for one another make everything slow on a box that does something else, too."""
+
 log = logging.getLogger(__name__)
 
 
@@ -71,7 +74,11 @@ class TrainerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 preexec_fn=die_with_parent,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[1:] if sys.path[0] == "" else sys.path)},
+                env={
+                    **TRAINER_ENVIRONMENT,
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(sys.path[1:] if sys.path[0] == "" else sys.path),
+                },
             )
         trainer = cls(process, await AsyncChannel.over(ours), on_progress)
         trainer._channel.send(

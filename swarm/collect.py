@@ -35,5 +35,6 @@ async def collect_results(number: int, plan: str, replica: Replica, board: Board
         if sources := await board.until(wanted, LOOK_SECONDS):
             await asyncio.gather(*[replica.prefetch(node, items) for node, items in sources.items()])
             board.notify()
-            if wanted():  # a source failed: it is asked again, but not in a hot loop
-                await board.changed(LOOK_SECONDS)
+            asked = [digest for items in sources.values() for digest, _ in items]
+            if any(replica.store.find(digest) is None for digest in asked):
+                await board.changed(LOOK_SECONDS)  # a source failed: it is asked again, but not in a hot loop

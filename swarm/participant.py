@@ -67,7 +67,9 @@ class Participant:
         self._on_commit = on_commit
         self._on_state = on_state
         self._round_started: float | None = None
-        self._patience = Patience(self.board, self.exchange, lambda text: self._tell("waiting", text))
+        self._idle: State = "waiting" if trainer is not None else "following"
+        """The state of this node when it does nothing itself."""
+        self._patience = Patience(self.board, self.exchange, lambda text: self._tell(self._idle, text))
 
     # what peers ask (exchange.Handler)
 
@@ -210,8 +212,7 @@ class Participant:
 
     async def _next_plan(self) -> Signed[Plan] | None:
         """The plan that follows the head: somebody's, or this node's own; None when the head has moved instead."""
-        state: State = "waiting" if self._trainer is not None else "following"
-        self._tell(state, f"round {self.replica.head.document.round + 1} is being planned")
+        self._tell(self._idle, f"round {self.replica.head.document.round + 1} is being planned")
         head = self.replica.head.digest
         lead = asyncio.create_task(self._lead()) if self._trainer is not None else None
         try:
