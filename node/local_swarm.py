@@ -30,6 +30,8 @@ class Box:
     name: str
     home: Path
     process: subprocess.Popen[bytes]
+    log_start: int = 0
+    """Where this process' part of the log begins: a daemon that is started again goes on in the same file."""
 
     @property
     def log(self) -> Path:
@@ -100,6 +102,7 @@ class LocalSwarm:
         command = [sys.executable, "-m", "node", *arguments]
         command += ["--home", str(home), "--name", name, "--listen", "127.0.0.1:0"]
         with open(home / "log", "a") as log:
+            start = log.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -109,7 +112,7 @@ class LocalSwarm:
                 preexec_fn=die_with_parent,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        return Box(name, home, process)
+        return Box(name, home, process, start)
 
     def stop(self) -> None:
         """Ask every process to leave, nodes first, and wait for them."""
@@ -128,6 +131,7 @@ class LocalSwarm:
 def follow(box: Box, check: Callable[[], None] = lambda: None) -> Iterator[str]:
     """The lines that a process prints, from the first one, until it ends; `check` is called while it is silent."""
     with open(box.log) as log:
+        log.seek(box.log_start)
         while True:
             ended = box.process.poll() is not None
             line = log.readline()

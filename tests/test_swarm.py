@@ -219,8 +219,8 @@ def test_a_newcomer_takes_part_and_a_killed_node_stops_nobody(swarm: LocalSwarm,
     survivors = [nodes[0], nodes[2], nodes[3], fifth]
     until(lambda: last_round(nodes[0]) >= before + 4, "four rounds after the kill")
     assert time.monotonic() - killed < 60
-    later = next(commit.round for commit in commits(nodes[0]) if victim_id in commit.missing)
-    after = [commit for commit in commits(nodes[0]) if later < commit.round <= later + 2]
+    without = next(c.round for c in commits(nodes[0]) if c.round > before and victim_id not in c.shares)
+    after = [commit for commit in commits(nodes[0]) if without <= commit.round <= without + 2]
     assert any(commit.experts_covered == frozenset(range(8)) and victim_id not in commit.owners for commit in after)
 
     # all survivors tell the same story, and I3: a shard that nobody contributed keeps its bits
