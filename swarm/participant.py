@@ -4,26 +4,25 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from swarm.board import Board
 from swarm.collect import collect_results
-from swarm.documents import Commit, Document, Leave, Plan, Signed, seal
-from swarm.exchange import CallFailed, Exchange
-from swarm.identity import Identity, NodeId
-from swarm.leader import leaders, make_plan, standing
+from swarm.context import Context
+from swarm.documents import Commit, Document, Leave, Plan, Signed
+from swarm.exchange import Exchange
+from swarm.identity import Identity
+from swarm.leader import standing
 from swarm.lease import settle
 from swarm.manifest import Manifest
 from swarm.membership import Membership, NodeRecord, State, View
 from swarm.network import Network
-from swarm.patience import LOOK_SECONDS, Patience, names
+from swarm.patience import LOOK_SECONDS, names
+from swarm.planner import Planner, accepted_plan
 from swarm.replica import Replica, Unobtainable
 from swarm.round import Round
 from swarm.store import ShardStore
 from swarm.trainer import Trainer
 
-POLL_SECONDS = 0.2
-"""How often a leader looks whether the roster is complete."""
 FAREWELL_SECONDS = 20.0
 """After the last round a node serves its peers until they have the final state, at most this long."""
 
@@ -60,16 +59,25 @@ class Participant:
         self.exchange = Exchange(network, self.run_id, self)
         self.membership = Membership(network, manifest, record, lambda: (self.exchange.sent, self.exchange.received))
         self.replica = Replica(store, self.exchange, self.membership)
+        self._context = Context(
+            manifest=self.manifest,
+            run_id=self.run_id,
+            identity=identity,
+            board=self.board,
+            exchange=self.exchange,
+            membership=self.membership,
+            replica=self.replica,
+            tell=self._tell,
+        )
         self._manifest_wire = manifest.wire
-        self._identity = identity
-        self._me: NodeId = identity.node_id
+        self._me = identity.node_id
         self._trainer = trainer
         self._on_commit = on_commit
         self._on_state = on_state
         self._round_started: float | None = None
         self._idle: State = "waiting" if trainer is not None else "following"
         """The state of this node when it does nothing itself."""
-        self._patience = Patience(self.board, self.exchange, lambda text: self._tell(self._idle, text))
+        self._patience = self._context.patience(lambda text: self._tell(self._idle, text))
 
     # what peers ask (exchange.Handler)
 
@@ -116,9 +124,8 @@ class Participant:
         """Tell everybody that nobody should wait for this node, and withdraw its lease."""
         head = self.replica.store.head
         number = head.document.round if head is not None else 0
-        signed: Signed[Any] = seal(self._identity, Leave(run=self.run_id, node=self._me, round=number))
         await self.membership.say_goodbye()
-        self.exchange.post(self._audience(), signed)
+        self._context.publish(Leave(run=self.run_id, node=self._me, round=number))
         await self.exchange.flush()
 
     async def _synchronise(self) -> None:
@@ -157,17 +164,7 @@ class Participant:
         commit: Signed[Commit] | None
         if self._trainer is not None and self._me in plan.document.roster:
             self.membership.lease(plan.document.owners.get(self._me, ()))
-            this_round = Round(
-                plan,
-                identity=self._identity,
-                trainer=self._trainer,
-                replica=self.replica,
-                exchange=self.exchange,
-                board=self.board,
-                tell=self._tell,
-                audience=self._audience,
-                margin_seconds=self.manifest.round.margin_seconds,
-            )
+            this_round = Round(self._context, plan, self._trainer)
             commit = await this_round.run()
             self._account(this_round)
         else:
@@ -214,10 +211,10 @@ class Participant:
         """The plan that follows the head: somebody's, or this node's own; None when the head has moved instead."""
         self._tell(self._idle, f"round {self.replica.head.document.round + 1} is being planned")
         head = self.replica.head.digest
-        lead = asyncio.create_task(self._lead()) if self._trainer is not None else None
+        lead = asyncio.create_task(Planner(self._context).run()) if self._trainer is not None else None
         try:
             while True:
-                if (plan := await self.board.until(self._find_plan, LOOK_SECONDS)) is not None:
+                if (plan := await self.board.until(lambda: accepted_plan(self._context), LOOK_SECONDS)) is not None:
                     return plan
                 if lead is not None and lead.done():
                     lead.result()  # an error in it is this node's error
@@ -230,17 +227,6 @@ class Participant:
         finally:
             if lead is not None:
                 lead.cancel()
-
-    def _find_plan(self) -> Signed[Plan] | None:
-        """The accepted plan: of several, that of the leader who comes first."""
-        head = self.replica.head
-        found = [
-            plan
-            for plan in self.board.plans.get(head.document.round + 1, {}).values()
-            if plan.document.parent == head.digest
-        ]
-        order = leaders(self.run_id, head.document, [plan.signer for plan in found])
-        return min(found, key=lambda plan: order.index(plan.signer), default=None)
 
     def _find_commit(self) -> Signed[Commit] | None:
         return self.replica.successor(self.board.commits.get(self.replica.head.document.round + 1, {}).values())
@@ -257,75 +243,6 @@ class Participant:
             )
             collecting.cancel()
         return commit
-
-    async def _lead(self) -> None:
-        """Write the plan when those who come first in the order do not."""
-        head, digest = self.replica.head.document, self.replica.head.digest
-        number, margin = head.round + 1, self.manifest.round.margin_seconds
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        while True:
-            roster = await self._assemble(head, digest)
-            order = leaders(self.run_id, head, list(roster))
-            before = order[: order.index(self._me)]
-            waiting = [node for node in before if not self.board.excused(node, number)]
-            left = len(waiting) * margin - (loop.time() - started)
-            if waiting and left > 0:
-                await self._patience.wait(
-                    lambda waiting=waiting: True if any(self.board.excused(n, number) for n in waiting) else None,  # type: ignore[misc]
-                    what="the plan",
-                    whom=lambda waiting=waiting: waiting,  # type: ignore[misc]
-                    seconds=left,
-                )
-                continue
-            if await self._has_plan_elsewhere(before, number):
-                continue
-            plan = make_plan(self.manifest, self.run_id, self._me, head, digest, roster, self.membership.view.holders())
-            signed: Signed[Any] = seal(self._identity, plan)
-            self.board.post(signed)
-            self.exchange.post(self._audience(), signed)
-            return
-
-    async def _has_plan_elsewhere(self, nodes: list[str], number: int) -> bool:
-        """Ask those who come first whether they have written the plan and it was not delivered."""
-        for node in nodes:
-            if self.board.excused(node, number):
-                continue
-            try:
-                plan = await self.exchange.read(node, "plan", number)
-            except CallFailed:
-                self.board.lose(node)
-                continue
-            if plan is not None:
-                self.board.post(plan)
-                return True
-        return False
-
-    async def _assemble(self, head: Commit, digest: str) -> dict[NodeId, NodeRecord]:
-        """Wait for the roster: those of the last round that are still there, and everybody else who is ready.
-
-        Newcomers that hold the state of the round before are one step behind and are waited for, too.
-        """
-        loop = asyncio.get_running_loop()
-        number = head.round + 1
-        deadline = loop.time() + self.manifest.round.margin_seconds / 2
-        needed = self.manifest.round.start_nodes if head.round == 0 else 1
-        look = loop.time() + LOOK_SECONDS
-        while True:
-            trainers = (await self.membership.refresh()).trainers()
-            ready = {node: record for node, record in trainers.items() if record.commit == digest}
-            close = head.shares.keys() | {node for node, record in trainers.items() if record.commit == head.parent}
-            awaited = [node for node in close if node not in ready and not self.board.excused(node, number)]
-            if len(ready) < needed:
-                self._tell("waiting", f"{len(ready)} of the {needed} nodes that the run needs to start are here")
-            elif not awaited or loop.time() > deadline:
-                return ready
-            else:
-                self._tell("waiting", f"waiting for {names(awaited)} to finish round {head.round}")
-            await self.board.changed(POLL_SECONDS)
-            if loop.time() > look:
-                look = loop.time() + LOOK_SECONDS
-                await self._patience.look(awaited)
 
     # the end
 
@@ -344,9 +261,6 @@ class Participant:
                     await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError:
             return
-
-    def _audience(self) -> list[str]:
-        return list(self.membership.view.present())
 
     def _tell(self, state: State, reason: str) -> None:
         self.membership.note(state=state, reason=reason[:120])

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from model.errors import SpesError
+from swarm import codec
 from swarm.documents import Commit, Signed, state_digest
 from swarm.exchange import CallFailed, Exchange
 from swarm.membership import Membership, NodeRecord
+from swarm.patience import short
 from swarm.ranking import ranked
 from swarm.store import ShardStore
 
@@ -91,15 +93,29 @@ class Replica:
                 missing.append(name)
         return missing
 
-    async def _fetch(self, node: str, wanted: Sequence[tuple[str, int]]) -> None:
+    async def _fetch(self, node: str, wanted: Sequence[tuple[str, int]]) -> bool:
+        """Fetch objects; False when some of them hold values that are no numbers: these are thrown away."""
         try:
             await self._exchange.fetch(node, wanted, self.store.writer)
         except CallFailed as error:
             log.debug("gather: %s", error)
+        if poisoned := await asyncio.to_thread(self._discard_poisoned, [digest for digest, _ in wanted]):
+            log.warning("%s sent %d shards that are not finite; they are left out", short(node), poisoned)
+        return not poisoned
 
-    async def prefetch(self, node: str, wanted: Sequence[tuple[str, int]]) -> None:
-        """Fetch results (digest and size) that are announced but not committed yet; failures are left to others."""
-        await self._fetch(node, wanted)
+    def _discard_poisoned(self, digests: Sequence[str]) -> int:
+        paths = {digest: path for digest in digests if (path := self.store.find(digest)) is not None}
+        poisoned = [digest for digest, path in paths.items() if not codec.is_finite(path)]
+        for digest in poisoned:
+            self.store.discard(digest)
+        return len(poisoned)
+
+    async def prefetch(self, node: str, wanted: Sequence[tuple[str, int]]) -> bool:
+        """Fetch results (digest and size) that are announced but not committed yet; whether they can be used.
+
+        What does not come is left to others; False is for results with values that are no numbers.
+        """
+        return await self._fetch(node, wanted)
 
     async def adopt(self, commit: Signed[Commit], sources: Sequence[str]) -> None:
         """Gather a commit and make it the head. Raises Unobtainable, and remembers that."""

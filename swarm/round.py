@@ -2,21 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 from swarm import blocks
-from swarm.board import Board
 from swarm.collect import collect_results
-from swarm.documents import Commit, Contribution, Document, Plan, Reduction, Result, Signed, seal
-from swarm.exchange import Exchange
-from swarm.identity import Identity
+from swarm.context import Context
+from swarm.documents import Commit, Contribution, Plan, Reduction, Result, Signed
 from swarm.leader import make_commit, reducers, resolve
-from swarm.membership import State
-from swarm.patience import LOOK_SECONDS, Patience
+from swarm.patience import LOOK_SECONDS
 from swarm.ranking import ranked
 from swarm.reduce import Reducer
-from swarm.replica import Replica
 from swarm.shard_names import expert_of, trained
 from swarm.trainer import Task, Trainer, Work
 
@@ -26,40 +21,21 @@ log = logging.getLogger(__name__)
 class Round:
     """The four duties of a node in a round, side by side: train, reduce, collect results, commit."""
 
-    def __init__(
-        self,
-        plan: Signed[Plan],
-        *,
-        identity: Identity,
-        trainer: Trainer,
-        replica: Replica,
-        exchange: Exchange,
-        board: Board,
-        tell: Callable[[State, str], None],
-        audience: Callable[[], Collection[str]],
-        margin_seconds: float,
-    ) -> None:
-        """Args:
-        plan: the accepted plan; this node is in its roster.
-        tell: shows people the node's state and the reason.
-        audience: nodes that documents are posted to.
-        margin_seconds: how long others are waited for beyond the plan's times.
-        """
+    def __init__(self, context: Context, plan: Signed[Plan], trainer: Trainer) -> None:
+        """Take part in `plan`, which this node has accepted and in whose roster it is."""
         self.plan = plan.document
         self.work: Work | None = None
+        """What this node has trained, once it has."""
+        self._context = context
         self._digest = plan.digest
-        self._identity = identity
-        self._me = identity.node_id
         self._trainer = trainer
-        self._replica = replica
-        self._exchange = exchange
-        self._board = board
-        self._tell = tell
-        self._audience = audience
-        self._margin = margin_seconds
-        self._head = replica.head.document
+        self._me = context.me
+        self._board = context.board
+        self._replica = context.replica
+        self._margin = context.margin
+        self._head = context.replica.head.document
         self._started = asyncio.get_running_loop().time()
-        self._patience = Patience(board, exchange, self._show_wait)
+        self._patience = context.patience(self._show_wait)
 
     async def run(self) -> Signed[Commit] | None:
         """Take part; returns the round's commit, or None when none came by any deadline."""
@@ -85,7 +61,7 @@ class Round:
     async def _train(self) -> None:
         member = self.plan.roster[self._me]
         experts = self.plan.owners.get(self._me, ())
-        self._tell(
+        self._context.tell(
             "training", f"round {self.plan.round}: up to {self.plan.local_steps} steps on experts {_list(experts)}"
         )
         state = self._head.shards
@@ -113,8 +89,8 @@ class Round:
             store.place(store.scratch(self.plan.round) / digest)
         if self._find_commit() is not None:
             return
-        self._tell("averaging", f"round {self.plan.round}: {work.steps} steps done")
-        self._publish(
+        self._context.tell("averaging", f"round {self.plan.round}: {work.steps} steps done")
+        self._context.publish(
             Contribution(
                 run=self.plan.run,
                 round=self.plan.round,
@@ -135,7 +111,7 @@ class Round:
 
     async def _reduce(self) -> None:
         """Average the shards whose turn has come, first as their reducer, then as a stand-in."""
-        reducer = Reducer(self.plan, self._head, self._replica.store, self._exchange)
+        reducer = Reducer(self.plan, self._head, self._replica.store, self._context.exchange)
         possible = [name for name in self._head.shards if self._me in reducers(self.plan, name)]
         await self._patience.wait(
             lambda: True if not self._awaited_contributors() else None,
@@ -155,7 +131,7 @@ class Round:
                 if made := await reducer.reduce(turn, self._contributions()):
                     results |= made
                     log.debug("round %d: reduced %s", self.plan.round, ", ".join(made))
-                    self._publish(
+                    self._context.publish(
                         Reduction(
                             run=self.plan.run, round=self.plan.round, plan=self._digest, node=self._me, results=results
                         )
@@ -211,7 +187,7 @@ class Round:
                     self._contributions(),
                     loop.time() - (contributed or self._started),
                 )
-                self._publish(commit)
+                self._context.publish(commit)
                 return
             await self._board.changed(LOOK_SECONDS)
 
@@ -274,12 +250,7 @@ class Round:
 
     def _show_wait(self, text: str) -> None:
         if self.work is not None:
-            self._tell("averaging", f"round {self.plan.round}: {text}")
-
-    def _publish(self, document: Document) -> None:
-        signed: Signed[Any] = seal(self._identity, document)
-        self._board.post(signed)
-        self._exchange.post(self._audience(), signed)
+            self._context.tell("averaging", f"round {self.plan.round}: {text}")
 
 
 def _list(experts: Collection[int]) -> str:

@@ -212,6 +212,11 @@ class ShardStore:
         """Where an object is, committed or not; None when it is not here."""
         return self._places.get(digest)
 
+    def discard(self, digest: str) -> None:
+        """Remove an object that must not become part of the state."""
+        if (path := self._places.pop(digest, None)) is not None:
+            path.unlink()
+
     def put(self, data: bytes | memoryview) -> str:
         """Store bytes; returns their digest."""
         digest = hashlib.sha256(data).hexdigest()

@@ -1,0 +1,119 @@
+"""Planning a round: who does it when, and waiting for the roster."""
+
+import asyncio
+
+from swarm.context import Context
+from swarm.documents import Plan, Signed
+from swarm.exchange import CallFailed
+from swarm.identity import NodeId
+from swarm.leader import leaders, make_plan
+from swarm.membership import NodeRecord
+from swarm.patience import LOOK_SECONDS, names
+
+POLL_SECONDS = 0.2
+"""How often a leader looks whether the roster is complete."""
+
+
+def accepted_plan(context: Context) -> Signed[Plan] | None:
+    """The plan that follows the head: of several, that of the leader who comes first."""
+    head = context.replica.head
+    found = [
+        plan
+        for plan in context.board.plans.get(head.document.round + 1, {}).values()
+        if plan.document.parent == head.digest
+    ]
+    order = leaders(context.run_id, head.document, [plan.signer for plan in found])
+    return min(found, key=lambda plan: order.index(plan.signer), default=None)
+
+
+class Planner:
+    """Writes the plan of the next round when those who come first in the order do not."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._board = context.board
+        self._head = context.replica.head
+        self._number = self._head.document.round + 1
+        self._started = asyncio.get_running_loop().time()
+        self._patience = context.patience(lambda text: context.tell("waiting", text))
+
+    async def run(self) -> None:
+        """Wait for the turn and the roster, then publish the plan."""
+        context = self._context
+        while True:
+            roster = await self._assemble()
+            order = leaders(context.run_id, self._head.document, list(roster))
+            before = order[: order.index(context.me)]
+            waiting = [node for node in before if not self._excused(node)]
+            left = len(waiting) * context.margin - self._elapsed()
+            if waiting and left > 0:
+                await self._wait_for(waiting, left)
+            elif not await self._was_planned_by(before):
+                holders = context.membership.view.holders()
+                context.publish(
+                    make_plan(
+                        context.manifest,
+                        context.run_id,
+                        context.me,
+                        self._head.document,
+                        self._head.digest,
+                        roster,
+                        holders,
+                    )
+                )
+                return
+
+    async def _assemble(self) -> dict[NodeId, NodeRecord]:
+        """Wait for the roster: those of the last round that are still there, and everybody else who is ready.
+
+        Newcomers that hold the state of the round before are one step behind and are waited for, too.
+        """
+        context, head = self._context, self._head.document
+        needed = context.manifest.round.start_nodes if head.round == 0 else 1
+        look = self._elapsed() + LOOK_SECONDS
+        deadline = self._elapsed() + context.margin / 2
+        while True:
+            trainers = (await context.membership.refresh()).trainers()
+            ready = {node: record for node, record in trainers.items() if record.commit == self._head.digest}
+            close = head.shares.keys() | {node for node, record in trainers.items() if record.commit == head.parent}
+            awaited = [node for node in close if node not in ready and not self._excused(node)]
+            if len(ready) < needed:
+                context.tell("waiting", f"{len(ready)} of the {needed} nodes that the run needs to start are here")
+            elif not awaited or self._elapsed() > deadline:
+                return ready
+            else:
+                context.tell("waiting", f"waiting for {names(awaited)} to finish round {head.round}")
+            await self._board.changed(POLL_SECONDS)
+            if self._elapsed() > look:
+                look = self._elapsed() + LOOK_SECONDS
+                await self._patience.look(awaited)
+
+    async def _wait_for(self, leaders_before: list[str], seconds: float) -> None:
+        """Wait until one of those who come first is gone, or their time is over."""
+        await self._patience.wait(
+            lambda: True if any(map(self._excused, leaders_before)) else None,
+            what="the plan",
+            whom=lambda: leaders_before,
+            seconds=seconds,
+        )
+
+    async def _was_planned_by(self, nodes: list[str]) -> bool:
+        """Ask those who come first whether they have written the plan and it was not delivered."""
+        for node in nodes:
+            if self._excused(node):
+                continue
+            try:
+                plan = await self._context.exchange.read(node, "plan", self._number)
+            except CallFailed:
+                self._board.lose(node)
+                continue
+            if plan is not None:
+                self._board.post(plan)
+                return True
+        return False
+
+    def _excused(self, node: str) -> bool:
+        return self._board.excused(node, self._number)
+
+    def _elapsed(self) -> float:
+        return asyncio.get_running_loop().time() - self._started
