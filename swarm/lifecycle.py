@@ -64,8 +64,11 @@ async def live(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    async with asyncio.timeout(GOODBYE_SECONDS):
-        await participant.leave()
+    try:
+        async with asyncio.timeout(GOODBYE_SECONDS):
+            await participant.leave()
+    except TimeoutError:
+        say(f"not everybody could be told within {GOODBYE_SECONDS:.0f} s; the others will notice")
 
 
 def _show_tasks() -> None:

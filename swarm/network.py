@@ -32,6 +32,7 @@ DHT_WAIT_SECONDS = 3.0
 CALL_SECONDS = 10.0
 """Bound on one DHT operation and on one dial."""
 
+CLOSE_SECONDS = 5.0
 REDIAL_FIRST_SECONDS = 2.0
 REDIAL_MOST_SECONDS = 15.0
 MAX_BOOK = 1024
@@ -314,8 +315,12 @@ class Network:
         raise SpesError(f"p2pd ended unexpectedly (status {status})")
 
     async def close(self) -> None:
-        """Leave the DHT and end p2pd."""
-        await self._dht.shutdown()
+        """Leave the DHT and end p2pd, even if that does not answer any more."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._dht.shutdown()
+        except TimeoutError:
+            log.debug("p2pd did not answer within %.0f s", CLOSE_SECONDS)
         await self._daemon.stop()
 
 
