@@ -118,9 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command is None:
         parser.print_help()
         return
-    from node import commands
-
     try:
+        from node import commands
+
         commands.COMMANDS[options.command](options)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -24,6 +24,8 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Node = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{46,64}$")]
 ShardName = Annotated[str, Field(pattern=r"^[a-z0-9.]{1,64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Nats = Annotated[float, Field(ge=0, le=1e15)]
 Blocks = tuple[Count, Count]
 """Half-open range of block ids."""
 
@@ -67,9 +69,9 @@ class Plan(Document):
     owners: dict[Node, tuple[Count, ...]]
     """Experts of each owner."""
     local_steps: Count
-    train_seconds: float
+    train_seconds: Seconds
     """Training ends after this time whatever was reached, counted from the plan's arrival."""
-    reduce_seconds: float
+    reduce_seconds: Seconds
     """After this further time the commit is written with what there is."""
 
 
@@ -84,11 +86,11 @@ class Contribution(Document):
     steps: Count
     used_blocks: Count
     """Blocks used, counted from the start of the plan's ranges."""
-    loss: float
+    loss: Nats
     """Mean training loss (cross-entropy, nats per token) over the steps."""
-    heldout_nats: float
+    heldout_nats: Nats
     heldout_tokens: Count
-    train_seconds: float
+    train_seconds: Seconds
     shards: dict[ShardName, Digest]
 
 
@@ -146,12 +148,12 @@ class Commit(Document):
     tokens: Count
     """Tokens trained by the run so far."""
     ledger: Ledger
-    loss: float
+    loss: Nats
     """Token-weighted training loss of the round, nats per token."""
-    heldout_loss: float | None
+    heldout_loss: Nats | None
     """Nats per token on held-out text, of the state this round started from."""
-    train_seconds: float
-    reduce_seconds: float
+    train_seconds: Seconds
+    reduce_seconds: Seconds
 
     @property
     def state(self) -> str:

@@ -21,8 +21,10 @@ from swarm.lease import settle
 from swarm.manifest import Manifest
 from swarm.membership import NodeRecord
 from swarm.ranking import ranked
-from swarm.shard_names import expert_of
+from swarm.shard_names import expert_of, trained
 
+MAX_LOSS = 1000.0
+"""Nats per token that nobody trains at."""
 SLACK = 1.5
 """Training may take this much longer than the median node needs, then it ends whatever was reached."""
 
@@ -100,6 +102,30 @@ def make_plan(
         reduce_seconds=max(rounds.margin_seconds, min(rounds.train_seconds, 3 * head.reduce_seconds))
         if head.reduce_seconds
         else rounds.train_seconds,
+    )
+
+
+def is_plausible(contribution: Contribution, plan: Plan, head: Commit, block_tokens: int) -> bool:
+    """Whether a contribution claims no more than its node was asked for, and only shards that it owns.
+
+    What a node says about itself becomes weights and sums; nobody may say what he likes.
+
+    Args:
+        contribution: of a roster member.
+        plan: the round's plan.
+        head: the commit it starts from.
+        block_tokens: tokens that one block trains on.
+    """
+    member = plan.roster[contribution.node]
+    heldout = (member.heldout[1] - member.heldout[0]) * block_tokens
+    return (
+        contribution.steps <= plan.local_steps
+        and contribution.used_blocks <= blocks.count(member.blocks)
+        and contribution.tokens == contribution.used_blocks * block_tokens
+        and contribution.heldout_tokens <= heldout
+        and contribution.loss <= MAX_LOSS
+        and contribution.heldout_nats <= contribution.heldout_tokens * MAX_LOSS
+        and contribution.shards.keys() <= set(trained(head.shards, plan.owners.get(contribution.node, ())))
     )
 
 

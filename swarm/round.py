@@ -8,7 +8,7 @@ from swarm import blocks
 from swarm.collect import collect_results
 from swarm.context import Context
 from swarm.documents import Commit, Contribution, Plan, Reduction, Result, Signed
-from swarm.leader import make_commit, reducers, resolve
+from swarm.leader import is_plausible, make_commit, reducers, resolve
 from swarm.patience import LOOK_SECONDS
 from swarm.ranking import ranked
 from swarm.reduce import Reducer
@@ -148,7 +148,7 @@ class Round:
         return all(self._excused(node) or overdue > place * self._margin for place, node in enumerate(before, 1))
 
     def _awaited_contributors(self) -> list[str]:
-        offered = self._contributions()
+        offered = self._offers()
         return [node for node in self.plan.roster if node not in offered and not self._excused(node)]
 
     def _awaited_reducers(self) -> list[str]:
@@ -225,9 +225,15 @@ class Round:
 
     # what the board says about this round
 
-    def _contributions(self) -> dict[str, Contribution]:
+    def _offers(self) -> dict[str, Contribution]:
         found = self._board.contributions.get((self.plan.round, self._digest), {})
         return {node: signed.document for node, signed in found.items() if node in self.plan.roster}
+
+    def _contributions(self) -> dict[str, Contribution]:
+        """The offers that can be believed."""
+        tokens = self._context.manifest.data.block_tokens
+        offers = self._offers().items()
+        return {node: offer for node, offer in offers if is_plausible(offer, self.plan, self._head, tokens)}
 
     def _reductions(self) -> dict[str, Reduction]:
         found = self._board.reductions.get((self.plan.round, self._digest), {})

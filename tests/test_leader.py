@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from model.settings import LossSettings, ModelSettings, OptimizerSettings
 from swarm import blocks
 from swarm.documents import Commit, Contribution, Ledger, Plan, Reduction, Result, ShardState, Share
-from swarm.leader import SLACK, leaders, make_commit, make_plan, reducers, resolve, standing
+from swarm.leader import SLACK, is_plausible, leaders, make_commit, make_plan, reducers, resolve, standing
 from swarm.manifest import DataSettings, Manifest, RoundSettings
 from swarm.membership import NodeRecord
 
@@ -311,3 +311,41 @@ def test_a_commit_is_finite_whatever_the_tokens() -> None:
     plan = plan_for([ANN])
     commit = commit_of(plan, {ANN: contribution(plan, ANN, tokens=0)})
     assert math.isfinite(commit.loss)
+
+
+# what is believed
+
+
+def honest(plan: Plan, node: str) -> Contribution:
+    return contribution(plan, node, tokens=BLOCKS_EACH * MANIFEST.data.block_tokens, nats=50.0)
+
+
+def test_an_honest_contribution_is_believed() -> None:
+    plan = plan_for([ANN, BEN])
+    assert all(is_plausible(honest(plan, node), plan, head(), MANIFEST.data.block_tokens) for node in plan.roster)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"tokens": 2**63 - 1},
+        {"tokens": 0},
+        {"steps": 5},
+        {"used_blocks": BLOCKS_EACH + 1, "tokens": (BLOCKS_EACH + 1) * 32},
+        {"heldout_tokens": 10**9},
+        {"loss": 1e12},
+        {"heldout_nats": 1e12},
+        {"shards": {"unheard.of": digest("x")}},
+    ],
+)
+def test_a_contribution_that_claims_too_much_is_not_believed(claim: dict[str, object]) -> None:
+    plan = plan_for([ANN, BEN])
+    boasting = honest(plan, ANN).model_copy(update=claim)
+    assert not is_plausible(boasting, plan, head(), MANIFEST.data.block_tokens)
+
+
+def test_a_contribution_to_an_expert_of_another_node_is_not_believed() -> None:
+    plan = plan_for([ANN, BEN])
+    (expert, *_) = plan.owners[BEN]
+    thief = honest(plan, ANN).model_copy(update={"shards": {f"layer.0.expert.{expert}": digest("x")}})
+    assert not is_plausible(thief, plan, head(), MANIFEST.data.block_tokens)
