@@ -79,7 +79,7 @@ def _write_configs(settings: ModelSettings, folder: Path) -> None:
     config.dtype = "float32"
     config.use_cache = True
     if settings.vocab_size == BYTE_VOCABULARY:
-        tokenizer = ByT5Tokenizer(extra_ids=0)
+        tokenizer = ByT5Tokenizer(extra_ids=0, model_max_length=settings.max_length)
         tokenizer.save_pretrained(folder)
         config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     config.save_pretrained(folder)
@@ -96,6 +96,7 @@ def _write_weights(settings: ModelSettings, read_shard: Callable[[str], np.ndarr
     for name, shards in zip(names, files, strict=True):
         tensors = dict(_tensors(settings, shards, read_shard))
         save_file(tensors, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # safetensors writes for its user alone; the other files are for everybody
         weight_map |= dict.fromkeys(tensors, name)
         total_size += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:

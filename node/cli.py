@@ -16,6 +16,17 @@ from model.errors import SpesError
 DEFAULT_PORT = 31337
 MAX_NAME = 40
 EXIT_BUG = 70
+DISK_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.ENOENT,
+}
+"""What a wrong or full folder answers; everything else from the system is a bug until it is looked at."""
 
 EXAMPLES = """examples:
   spes-node new demo -o run.toml          write a run file to edit
@@ -48,14 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     join = commands.add_parser("join", help="take part in a run with this box")
     _add_peers(join)
     join.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="txt, jsonl or parquet files")
-    join.add_argument(
-        "--experts", type=_positive, metavar="N", help="train at most N experts (default: as many as fit)"
-    )
+    join.add_argument("--experts", type=_positive, metavar="N", help="train at most N experts (default: all)")
     join.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default: auto)")
     join.add_argument("--threads", type=_positive, default=0, metavar="N", help="CPU threads of the trainer")
     _add_place(join, "0.0.0.0:0")
 
-    status = commands.add_parser("status", help="show nodes, leases, round and loss")
+    status = commands.add_parser("status", help="show the nodes, who trains which experts, round and loss")
     _add_peers(status)
     status.add_argument("--json", action="store_true", help="for programs")
 
@@ -142,10 +151,11 @@ def _exit_for(error: BaseException) -> None:
     if isinstance(error, SpesError):
         print(f"spes-node: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         where = f"{error.filename}: " if error.filename else ""
-        reason = (error.strerror or "not writable").lower()
-        print(f"spes-node: {where}{reason}. Free some space, or choose another folder: --home DIR", file=sys.stderr)
+        reason = (error.strerror or "not usable").lower()
+        remedy = "Free some space, or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
+        print(f"spes-node: {where}{reason}. {remedy} another folder: --home DIR", file=sys.stderr)
         sys.exit(2)
     traceback.print_exception(error)
     sys.exit(EXIT_BUG)

@@ -3,7 +3,7 @@
 import argparse
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,16 @@ def multiaddress(place: str) -> str:
     return f"/ip{address.version}/{address}/tcp/{int(port)}"
 
 
+def check_announced(addresses: Sequence[str]) -> None:
+    """Raise UserError when an address to announce is no multiaddress."""
+    for address in addresses:
+        parts = address.split("/")
+        if len(parts) != 5 or parts[0] or parts[1] not in ("ip4", "ip6", "dns", "dns4", "dns6") or parts[3] != "tcp":
+            raise UserError(
+                f"--announce {address}: an address that others can dial looks like /ip4/203.0.113.5/tcp/31337"
+            )
+
+
 def new(options: argparse.Namespace) -> None:
     """Write a run file."""
     from bootstrap.run_file import write_preset
@@ -65,6 +75,7 @@ def bootstrap(options: argparse.Namespace) -> None:
 
     run_file = read_run_file(options.run_file)
     listen = multiaddress(options.listen)
+    check_announced(options.announce)
     check_ports([listen])
     fingerprint, num_blocks = "", 0
     if run_file.data.source != "own":
@@ -107,6 +118,7 @@ def join(options: argparse.Namespace) -> None:
         peer_of(address)
     home = options.home or default_home("node")
     listen = multiaddress(options.listen)
+    check_announced(options.announce)
     with closing(Identity.open(home / "identity.key")) as identity:
         name = options.name or spoken_name(identity.node_id)
         console = Console()

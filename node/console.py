@@ -3,10 +3,13 @@
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from node.daemon import Joined
-from swarm.history import RoundLine
 from swarm.manifest import Manifest
+
+if TYPE_CHECKING:
+    from node.daemon import Joined
+    from swarm.history import RoundLine
 
 HEADER = (
     f"{'round':>9}  {'loss':>7}  {'held-out':>8}  {'tokens/s':>9}  {'nodes':>5}  {'experts':>7}  {'moved':>9}  next"
@@ -35,7 +38,7 @@ def quantity(count: float) -> str:
     return f"{count:.3g}T"
 
 
-def round_row(line: RoundLine) -> str:
+def round_row(line: "RoundLine") -> str:
     """One aligned line about a round.
 
     The held-out loss is that of the state the round started from; `next` is how long the next round takes if it takes
@@ -47,11 +50,11 @@ def round_row(line: RoundLine) -> str:
             f"{f'{line.round}/{line.rounds}' if line.rounds else line.round:>9}",
             f"{line.loss:7.3f}",
             f"{line.heldout_loss:8.3f}" if line.heldout_loss is not None else f"{'-':>8}",
-            f"{line.tokens_per_second:9,.0f}",
+            f"{line.tokens_per_second:9,.0f}" if line.seconds else f"{'-':>9}",
             f"{f'{line.nodes}/{line.nodes + line.missing}':>5}",
             f"{f'{line.covered}/{line.experts}':>7}",
             f"{size(line.bytes_moved):>9}",
-            "done" if last else f"in {line.seconds:.0f} s",
+            "done" if last else f"in {line.seconds:.0f} s" if line.seconds else "-",
         ]
     )
 
@@ -95,7 +98,7 @@ class Console:
         self.fact("home", str(home))
         self.say(f"\nJoin with another box, or in another terminal:\n  {join_line(addresses)}\n")
 
-    def joined(self, joined: Joined) -> None:
+    def joined(self, joined: "Joined") -> None:
         """The first screen of a node: every choice with its reason."""
         trainer = joined.trainer
         self.fact("run", describe_run(joined.manifest))
@@ -116,7 +119,7 @@ class Console:
             self._reason, self._shown = reason, now
             self.say(reason)
 
-    def round(self, line: RoundLine) -> None:
+    def round(self, line: "RoundLine") -> None:
         """The row of a round, with the header above the first one."""
         if not self._header_shown:
             self._header_shown = True

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bootstrap.run_file import read_run_file, write_preset
@@ -41,30 +42,42 @@ def run_demo(output: Path, data: Sequence[Path], rounds: int | None) -> None:
     started = time.monotonic()
     console = Console()
     data = [path.resolve() for path in data]
-    _clear(output)
     run_file = output / "run.toml"
-    write_preset("demo", run_file)
-    _adapt(run_file, own_text=bool(data), rounds=rounds)
-    total = read_run_file(run_file).round.total
+    with TemporaryDirectory() as drafts:
+        draft = Path(drafts) / "run.toml"
+        write_preset("demo", draft)
+        _adapt(draft, own_text=bool(data), rounds=rounds)
+        run = read_run_file(draft)
+        load_corpus(run.data, run.run.seed, data)  # what is wrong with the text is said before anything is replaced
+        if _clear(output):
+            console.say(f"Replacing the earlier demonstration in {output}")
+        shutil.copy(draft, run_file)
 
     with LocalSwarm(output, data) as swarm:
         console.say(f"Starting a rendezvous and {NODES} nodes on this box; everything is kept in {output}")
-        swarm.start_rendezvous(run_file)
-        for number in range(1, NODES + 1):
-            swarm.start_node(f"node-{number}")
-        swarm.run_to_end(total, lambda line: console.say(line) if _is_news(line) else None)
+        try:
+            swarm.start_rendezvous(run_file)
+            for number in range(1, NODES + 1):
+                swarm.start_node(f"node-{number}")
+            console.say("The rendezvous is up; the nodes join it and load the model, which takes half a minute")
+            swarm.run_to_end(run.round.total, lambda line: console.say(line) if _is_news(line) else None)
+        except KeyboardInterrupt:
+            console.say("Stopping the nodes")
+            raise
     summary = _summarise(output, swarm, started)
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _tell(console, output, summary)
 
 
-def _clear(output: Path) -> None:
-    """Remove an earlier demonstration; anything else that is in the way is the user's."""
+def _clear(output: Path) -> bool:
+    """Remove an earlier demonstration, and tell if there was one; anything else that is in the way is the user's."""
+    replaced = output.exists() and any(output.iterdir())
     if output.exists():
         if any(output.iterdir()) and not (output / "run.toml").exists():
             raise UserError(f"{output} is not empty and not a demonstration. Choose another folder: -o DIR")
         shutil.rmtree(output)
     output.mkdir(parents=True)
+    return replaced
 
 
 def _adapt(run_file: Path, *, own_text: bool, rounds: int | None) -> None:
@@ -126,7 +139,10 @@ def _history(home: Path) -> list[dict[str, Any]]:
 def _tell(console: Console, output: Path, summary: dict[str, Any]) -> None:
     """The last screen."""
     console.say("")
-    console.fact("held-out", f"{summary['loss_start']:.3f} before, {summary['loss_end']:.3f} after (nats per byte)")
+    console.fact(
+        "held-out",
+        f"{summary['loss_start']:.3f} before, {summary['loss_end']:.3f} after, on more text than in the rows",
+    )
     console.fact(
         "swarm",
         f"{summary['nodes']} nodes, {summary['experts_covered']}/{summary['experts']} experts, "

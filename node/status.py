@@ -99,7 +99,7 @@ def as_text(summary: dict[str, Any]) -> str:
         f"{'sent':>9} {'received':>9}",
     ]
     for node in summary["nodes"]:
-        experts = ",".join(map(str, node["experts"])) or "-"
+        experts = "rendezvous" if node["role"] == "rendezvous" else ",".join(map(str, node["experts"])) or "-"
         lines.append(
             f"{_clean(node['name'], 18):<18} {short(node['id']):<9} {node['state']:<10} {node['round']:>6} "
             f"{'yes' if node['in_sync'] else 'no':<4} {_clean(experts, 16):<16} {quantity(node['trained_tokens']):>8} "

@@ -24,19 +24,20 @@ async def find_manifest(network: Network, run_id: str | None = None) -> Signed[M
 
     Raises:
         Unreachable: no manifest appears within SEARCH_SECONDS.
-        UserError: there are several runs, or the run needs another version of this program.
+        UserError: there are several runs, or not the wanted one, or it needs another version of this program.
     """
     deadline = asyncio.get_running_loop().time() + SEARCH_SECONDS
-    while not (found := await _read(network, run_id or "")):
+    while not (known := await _read(network)):
         if asyncio.get_running_loop().time() > deadline:
-            wanted = f"run {run_id}" if run_id else "a run"
             raise Unreachable(
-                f"the peers answer but none of them knows {wanted}. Is the address that of a `spes-node bootstrap`?"
+                "the peers answer but none of them knows a run. Is the address that of a `spes-node bootstrap`?"
             )
         await asyncio.sleep(PAUSE_SECONDS)
-    if len(found) > 1:
-        runs = ", ".join(f"{signed.document.name} {digest[:12]}" for digest, signed in sorted(found.items()))
-        raise UserError(f"this swarm holds several runs ({runs}). Choose one: --run ID")
+    found = {digest: signed for digest, signed in known.items() if digest.startswith(run_id or "")}
+    if len(found) != 1:
+        runs = ", ".join(f"{signed.document.name} {digest[:12]}" for digest, signed in sorted(known.items()))
+        trouble = "holds several runs" if found else f"has no run {run_id}; it holds"
+        raise UserError(f"this swarm {trouble} ({runs}). Choose one: --run ID")
     (manifest,) = found.values()
     if manifest.document.protocol != PROTOCOL:
         raise UserError(
@@ -46,7 +47,7 @@ async def find_manifest(network: Network, run_id: str | None = None) -> Signed[M
     return manifest
 
 
-async def _read(network: Network, run_id: str) -> dict[str, Signed[Manifest]]:
+async def _read(network: Network) -> dict[str, Signed[Manifest]]:
     """Valid manifests by run id."""
     found = {}
     for node, wire in (await network.read(MANIFEST_KEY)).items():
@@ -55,6 +56,5 @@ async def _read(network: Network, run_id: str) -> dict[str, Signed[Manifest]]:
         except Rejected as error:
             log.debug("manifest from %s: %s", node, error)
             continue
-        if signed.digest.startswith(run_id):
-            found[signed.digest] = signed
+        found[signed.digest] = signed
     return found

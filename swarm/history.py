@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swarm.documents import Commit, Signed
+from swarm.identity import NodeId
 from swarm.membership import View
 
 
@@ -37,7 +38,7 @@ class RoundLine:
     carried: int
     """Shards that kept their version."""
     bytes_moved: int
-    """Shards and documents sent by all nodes since they started, as far as they have told."""
+    """Shards and documents that nodes have sent so far, as they have told while this node was here."""
     seconds: float
     """Since the commit before, as this node saw it; for the first commit since its plan arrived."""
 
@@ -50,6 +51,8 @@ class History:
         self._rounds = rounds
         self._experts = experts
         self._show = show
+        self._sent: dict[NodeId, int] = {}
+        self._moved = 0
 
     def add(self, commit: Signed[Commit], view: View, seconds: float) -> None:
         """Write one commit down and show it."""
@@ -70,9 +73,17 @@ class History:
             covered=len(document.experts_covered),
             experts=self._experts,
             carried=sum(shard.version < document.round for shard in document.shards.values()),
-            bytes_moved=sum(record.sent for record in view.nodes.values()),
+            bytes_moved=self._count(view),
             seconds=seconds,
         )
         with open(self._path, "a") as file:
             file.write(json.dumps(asdict(line)) + "\n")
         self._show(line)
+
+    def _count(self, view: View) -> int:
+        """Add what every node has sent since it was last looked at; one that was started again counts from nothing."""
+        for node, record in view.nodes.items():
+            before = self._sent.get(node, 0)
+            self._moved += record.sent - before if record.sent >= before else record.sent
+            self._sent[node] = record.sent
+        return self._moved

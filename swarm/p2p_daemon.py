@@ -56,7 +56,8 @@ class P2PDaemon:
             WrongPeer: no given address leads to the peer with the id in it.
             SpesError: the daemon did not start for another reason.
         """
-        socket = Path(tempfile.gettempdir()) / f"spes-p2pd-{secrets.token_urlsafe(8)}.sock"
+        _remove_stale_sockets()
+        socket = Path(tempfile.gettempdir()) / f"spes-p2pd-{os.getpid()}-{secrets.token_hex(8)}.sock"
         arguments = [
             str(files("hivemind.hivemind_cli") / "p2pd"),
             f"-listen=/unix{socket}",
@@ -139,3 +140,11 @@ async def _drain(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ConnectionError):
         while await process.stdout.read(1 << 16):
             pass
+
+
+def _remove_stale_sockets() -> None:
+    """Remove the sockets of daemons that were killed: they had no chance to do it themselves."""
+    for path in Path(tempfile.gettempdir()).glob("spes-p2pd-*-*.sock"):
+        if not Path(f"/proc/{path.name.split('-')[2]}").exists():
+            with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
+                path.unlink()
