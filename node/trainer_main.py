@@ -5,6 +5,7 @@ It never imports hivemind.
 """
 
 import hashlib
+import math
 import signal
 import socket
 import sys
@@ -69,7 +70,12 @@ class Session:
         while True:
             message = self._channel.receive()
             if message["do"] == "train":
-                self._channel.send({"event": "trained", **self._train(message)})
+                try:
+                    self._channel.send({"event": "trained", **self._train(message)})
+                except OSError as error:  # the disk; the channel has an error of its own
+                    where = f"{error.filename}: " if error.filename else ""
+                    text = f"{where}{(error.strerror or str(error)).lower()}. Free some space, or choose: --home DIR"
+                    self._channel.send({"event": "refused", "error": text})
 
     def _train(self, task: dict[str, Any]) -> dict[str, Any]:
         """One task; see `swarm.trainer.Task` for its fields."""
@@ -116,7 +122,8 @@ class Session:
         """Summed nats and number of predicted tokens over held-out blocks `start` to `stop`."""
         if start == stop:
             return 0.0, 0
-        return self._engine.evaluate(self._corpus.heldout_blocks(self._rounds.heldout_blocks)[start:stop])
+        nats, tokens = self._engine.evaluate(self._corpus.heldout_blocks(self._rounds.heldout_blocks)[start:stop])
+        return (nats, tokens) if math.isfinite(nats) else (0.0, 0)
 
     def _write(self, folder: Path) -> dict[str, str]:
         """Write the trained shards, each to a file named by its digest; returns the digest of each."""

@@ -122,6 +122,8 @@ class TrainerProcess:
         )
         while (answer := await self._receive())["event"] == "progress":
             self._on_progress(answer["step"], answer["loss"])
+        if answer["event"] == "refused":
+            raise UserError(answer["error"])
         self._current |= {name: task.shards[name][0] for name in load}
         if answer["failure"]:
             self._current.clear()  # whatever happened in there, the next round starts from the committed state

@@ -1,7 +1,9 @@
 """Runs a participant until it is done, it is told to stop, or something under it breaks."""
 
 import asyncio
+import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -36,7 +38,8 @@ async def live(
 
     def on_signal(number: int) -> None:
         if told.is_set():
-            raise SystemExit(128 + number)
+            sys.stdout.flush()
+            os._exit(128 + number)  # the kernel ends p2pd and the trainer with this process
         say(f"{signal.Signals(number).name}: leaving the swarm (once more ends it at once)")
         told.set()
 

@@ -193,18 +193,30 @@ class Membership:
         return self.view
 
     async def beat(self) -> None:
-        """Renew the records for ever, at once when they change, and dial peers that are out of sight again."""
+        """Renew the records for ever, at once when they change, and look for peers that are out of sight.
+
+        The two go side by side: a peer that does not answer must not delay this node's own sign of life.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._renew())
+            group.create_task(self._look_around())
+
+    async def _renew(self) -> None:
         while True:
             self._changed.clear()
             await self.publish()
-            view = await self.refresh()
-            if missing := set(self.network.book.contacts) - set(view.nodes):
-                await self.network.redial(missing)
             try:
                 async with asyncio.timeout(self._lease_seconds / BEATS_PER_LEASE):
                     await self._changed.wait()
             except TimeoutError:
                 continue
+
+    async def _look_around(self) -> None:
+        while True:
+            view = await self.refresh()
+            if missing := set(self.network.book.contacts) - set(view.nodes):
+                await self.network.redial(missing)
+            await asyncio.sleep(self._lease_seconds / BEATS_PER_LEASE)
 
     async def say_goodbye(self) -> None:
         """Withdraw the lease and mark the node as gone."""

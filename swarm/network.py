@@ -258,7 +258,8 @@ class Network:
         """
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                await self._dht.store(key, value, get_dht_time() + seconds, subkey=self._subkey)
+                expiration = get_dht_time() + seconds
+                await self._dht.store(key, value, expiration, subkey=self._subkey)
         except Exception as error:  # noqa: BLE001 - hivemind passes p2pd's refusals on in several classes
             log.debug("store %s: %s", key, error or type(error).__name__)
 

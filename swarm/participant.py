@@ -17,7 +17,7 @@ from swarm.manifest import Manifest
 from swarm.membership import Membership, NodeRecord, State, View
 from swarm.network import Network
 from swarm.patience import LOOK_SECONDS, names
-from swarm.planner import Planner, accepted_plan
+from swarm.planner import Planner, accepted_commit, accepted_plan
 from swarm.replica import Replica, Unobtainable
 from swarm.round import Round
 from swarm.store import ShardStore
@@ -75,6 +75,8 @@ class Participant:
         self._on_commit = on_commit
         self._on_state = on_state
         self._round_started: float | None = None
+        self._given_up: set[str] = set()
+        """Plans whose whole roster is gone, or that led to nothing here."""
         self._idle: State = "waiting" if trainer is not None else "following"
         """The state of this node when it does nothing itself."""
         self._patience = self._context.patience(lambda text: self._tell(self._idle, text))
@@ -171,6 +173,8 @@ class Participant:
             self._tell("following", f"round {plan.document.round} is in progress without this node")
             commit = await self._watch(plan)
         if commit is None:
+            if all(self.board.excused(node, plan.document.round) for node in plan.document.roster if node != self._me):
+                self._given_up.add(plan.digest)
             await self._catch_up()
         else:
             await self._adopt(commit, list(plan.document.roster))
@@ -181,7 +185,8 @@ class Participant:
         try:
             await self.replica.adopt(commit, [n for n in dict.fromkeys(sources) if n != self._me])
         except Unobtainable as error:
-            log.warning("%s; going on from round %d", error, self.replica.head.document.round)
+            log.warning("%s; looking for a newer one", error)
+            await self._catch_up()
             return
         self._moved()
 
@@ -211,10 +216,15 @@ class Participant:
         """The plan that follows the head: somebody's, or this node's own; None when the head has moved instead."""
         self._tell(self._idle, f"round {self.replica.head.document.round + 1} is being planned")
         head = self.replica.head.digest
+        await self._catch_up()  # whoever was away must not go on alone where the others have left
+        if self.replica.head.digest != head:
+            return None
         lead = asyncio.create_task(Planner(self._context).run()) if self._trainer is not None else None
         try:
             while True:
-                if (plan := await self.board.until(lambda: accepted_plan(self._context), LOOK_SECONDS)) is not None:
+                if (
+                    plan := await self.board.until(lambda: accepted_plan(self._context, self._given_up), LOOK_SECONDS)
+                ) is not None:
                     return plan
                 if lead is not None and lead.done():
                     lead.result()  # an error in it is this node's error
@@ -229,7 +239,7 @@ class Participant:
                 lead.cancel()
 
     def _find_commit(self) -> Signed[Commit] | None:
-        return self.replica.successor(self.board.commits.get(self.replica.head.document.round + 1, {}).values())
+        return accepted_commit(self._context)
 
     async def _watch(self, plan: Signed[Plan]) -> Signed[Commit] | None:
         """The commit of a round this node is not part of; None when it should look for a newer head instead."""
@@ -238,7 +248,7 @@ class Participant:
             commit = await self._patience.wait(
                 self._find_commit,
                 what="the commit",
-                whom=lambda: [plan.signer],
+                whom=lambda: plan.document.roster,
                 seconds=self.manifest.round.margin_seconds,
             )
             collecting.cancel()
@@ -248,13 +258,13 @@ class Participant:
 
     async def _finish(self) -> None:
         """Serve the final state until every peer that is there has it."""
-        digest = self.replica.head.digest
         self._tell("finished", "the run is complete")
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 while True:
-                    view = await self.membership.refresh()
-                    behind = [n for n, r in view.present().items() if r.commit != digest]
+                    await self._catch_up()  # of two last rounds the better one counts
+                    digest, present = self.replica.head.digest, self.membership.view.present()
+                    behind = [node for node, record in present.items() if record.commit != digest]
                     if not behind:
                         return
                     self._tell("finished", f"the run is complete; serving the last round to {names(behind)}")

@@ -1,9 +1,11 @@
 """Planning a round: who does it when, and waiting for the roster."""
 
 import asyncio
+from collections.abc import Collection
 
+from swarm import blocks
 from swarm.context import Context
-from swarm.documents import Plan, Signed
+from swarm.documents import Commit, Plan, Signed
 from swarm.exchange import CallFailed
 from swarm.identity import NodeId
 from swarm.leader import leaders, make_plan
@@ -14,13 +16,61 @@ POLL_SECONDS = 0.2
 """How often a leader looks whether the roster is complete."""
 
 
-def accepted_plan(context: Context) -> Signed[Plan] | None:
-    """The plan that follows the head: of several, that of the leader who comes first."""
+def is_sound(context: Context, plan: Signed[Plan]) -> bool:
+    """Whether a plan follows the head, comes from somebody who may write one, and asks for what the run says."""
+    document, rounds = plan.document, context.manifest.round
+    return (
+        document.parent == context.replica.head.digest
+        and plan.signer in document.roster
+        and document.local_steps == rounds.local_steps
+        and document.train_seconds <= rounds.train_seconds
+        and document.reduce_seconds <= max(rounds.train_seconds, rounds.margin_seconds)
+        and all(
+            blocks.count(member.blocks) == rounds.local_steps * rounds.batch_blocks
+            and 0 <= member.heldout[0] <= member.heldout[1] <= rounds.heldout_blocks
+            for member in document.roster.values()
+        )
+    )
+
+
+def accepted_commit(context: Context) -> Signed[Commit] | None:
+    """The commit that follows the head: by a member of its round, and claiming no more than that round allowed.
+
+    The members are the roster of its plan; where that was not delivered, everybody who may have been in it.
+    """
+    head, rounds = context.replica.head.document, context.manifest.round
+    rosters = {
+        plan.digest: plan.document.roster.keys()
+        for plan in context.board.plans.get(head.round + 1, {}).values()
+        if is_sound(context, plan)
+    }
+    known = head.shares.keys() | context.membership.view.trainers().keys()
+
+    def is_fit(commit: Signed[Commit]) -> bool:
+        members = rosters.get(commit.document.plan, known)
+        most = len(members) * rounds.local_steps * rounds.batch_blocks * context.manifest.data.block_tokens
+        return (
+            commit.signer in members
+            and commit.document.shares.keys() <= members
+            and 0 <= commit.document.tokens - head.tokens <= most
+        )
+
+    commits = context.board.commits.get(head.round + 1, {}).values()
+    return context.replica.successor([commit for commit in commits if is_fit(commit)])
+
+
+def accepted_plan(context: Context, given_up: Collection[str] = ()) -> Signed[Plan] | None:
+    """The plan that follows the head: of several, that of the leader who comes first.
+
+    Args:
+        context: the node's.
+        given_up: digests of plans that led to nothing.
+    """
     head = context.replica.head
     found = [
         plan
         for plan in context.board.plans.get(head.document.round + 1, {}).values()
-        if plan.document.parent == head.digest
+        if plan.digest not in given_up and is_sound(context, plan)
     ]
     order = leaders(context.run_id, head.document, [plan.signer for plan in found])
     return min(found, key=lambda plan: order.index(plan.signer), default=None)
@@ -48,7 +98,9 @@ class Planner:
             left = len(waiting) * context.margin - self._elapsed()
             if waiting and left > 0:
                 await self._wait_for(waiting, left)
-            elif not await self._was_planned_by(before):
+            elif await self._was_planned_by(before):
+                await self._board.changed(LOOK_SECONDS)
+            else:
                 holders = context.membership.view.holders()
                 context.publish(
                     make_plan(

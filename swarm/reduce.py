@@ -72,6 +72,9 @@ class Reducer:
         except CallFailed as error:
             log.info("round %d: contribution left out: %s", number, error)
             return False
+        if any(self._path(digest).stat().st_size != self._head.shards[name].size for name, digest in digests.items()):
+            log.warning("round %d: contribution of %s left out: a shard has the size of another one", number, node)
+            return False
         if not await asyncio.to_thread(self._all_finite, list(digests.values())):
             log.warning("round %d: contribution of %s left out: it is not finite", number, node)
             return False

@@ -51,8 +51,22 @@ class Replica:
 
     def successor(self, commits: Iterable[Signed[Commit]]) -> Signed[Commit] | None:
         """The best of the commits that follow the head directly."""
-        following = [c for c in commits if c.document.parent == self.head.digest and not self._is_void(c.digest)]
+        following = [
+            c
+            for c in commits
+            if c.document.parent == self.head.digest
+            and not self._is_void(c.digest)
+            and self._has_same_layout(c.document)
+        ]
         return max(following, key=lambda c: weight(c.document.tokens, c.document.round, c.digest), default=None)
+
+    def _has_same_layout(self, commit: Commit) -> bool:
+        """Whether a commit is about the shards that are here, in their sizes."""
+        here = self.store.head
+        if here is None:
+            return True
+        sizes = {name: shard.size for name, shard in here.document.shards.items()}
+        return {name: shard.size for name, shard in commit.shards.items()} == sizes
 
     def _is_void(self, digest: str) -> bool:
         return self._void.get(digest, 0.0) > asyncio.get_running_loop().time()
@@ -150,7 +164,12 @@ class Replica:
             except CallFailed as error:
                 log.debug("catch up: %s", error)
                 continue
-            if signed is not None and signed.digest == best.commit:
+            if (
+                signed is not None
+                and signed.digest == best.commit
+                and isinstance(signed.document, Commit)
+                and self._has_same_layout(signed.document)
+            ):
                 try:
                     await self.adopt(cast(Signed[Commit], signed), [node, *(h for h in holders if h != node)])
                 except Unobtainable as error:

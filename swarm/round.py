@@ -10,10 +10,14 @@ from swarm.context import Context
 from swarm.documents import Commit, Contribution, Plan, Reduction, Result, Signed
 from swarm.leader import is_plausible, make_commit, reducers, resolve
 from swarm.patience import LOOK_SECONDS
+from swarm.planner import accepted_commit
 from swarm.ranking import ranked
 from swarm.reduce import Reducer
 from swarm.shard_names import expert_of, trained
 from swarm.trainer import Task, Trainer, Work
+
+ASLEEP_SECONDS = 10.0
+"""A node that has not looked for this long was stopped: its deadlines have passed without its having waited."""
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ class Round:
         self._margin = context.margin
         self._head = context.replica.head.document
         self._started = asyncio.get_running_loop().time()
+        self._led_nowhere = False
+        """Nobody contributed, or this node was asleep: it must look around before it decides anything."""
         self._patience = context.patience(self._show_wait)
 
     async def run(self) -> Signed[Commit] | None:
@@ -43,8 +49,8 @@ class Round:
         async with asyncio.TaskGroup() as group:
             training = group.create_task(self._train())
             duties = [group.create_task(duty) for duty in (self._reduce(), collect, self._commit())]
-            commit = await self._patience.wait(
-                self._find_commit,
+            await self._patience.wait(
+                lambda: True if self._led_nowhere or self._find_commit() else None,
                 what="the commit",
                 whom=lambda: [n for n in self._commit_order() if n != self._me and not self._excused(n)][:1],
                 seconds=self._commit_deadline(len(self.plan.roster)),
@@ -54,7 +60,7 @@ class Round:
             if not training.done():
                 self._trainer.stop()
                 await training
-        return commit
+        return self._find_commit()
 
     # training
 
@@ -173,7 +179,12 @@ class Round:
         """Write the commit when it is this node's turn and all results are in, or their time is over."""
         loop = asyncio.get_running_loop()
         contributed: float | None = None
+        looked = loop.time()
         while True:
+            if loop.time() - looked > ASLEEP_SECONDS:
+                self._lead_nowhere()
+                return
+            looked = loop.time()
             if contributed is None and not self._awaited_contributors():
                 contributed = loop.time()
             results = self._resolved()
@@ -187,9 +198,16 @@ class Round:
                     self._contributions(),
                     loop.time() - (contributed or self._started),
                 )
-                self._context.publish(commit)
+                if commit.shares:
+                    self._context.publish(commit)
+                else:
+                    self._lead_nowhere()
                 return
             await self._board.changed(LOOK_SECONDS)
+
+    def _lead_nowhere(self) -> None:
+        self._led_nowhere = True
+        self._board.notify()
 
     def _commit_order(self) -> list[str]:
         """Who may write the commit: the leader of the plan, then the others."""
@@ -240,13 +258,19 @@ class Round:
         return {node: signed.document for node, signed in found.items() if node in self.plan.roster}
 
     def _resolved(self) -> dict[str, tuple[str, Result]]:
-        return resolve(self.plan, self._head, self._reductions(), self._holds)
+        found = resolve(self.plan, self._head, self._reductions(), self._holds)
+        # a digest that belongs to an object of another size is a lie about this shard
+        return {name: result for name, result in found.items() if self._fits(name, result[1].digest)}
+
+    def _fits(self, name: str, digest: str) -> bool:
+        path = self._replica.store.find(digest)
+        return path is not None and path.stat().st_size == self._head.shards[name].size
 
     def _holds(self, digest: str) -> bool:
         return self._replica.store.find(digest) is not None
 
     def _find_commit(self) -> Signed[Commit] | None:
-        return self._replica.successor(self._board.commits.get(self.plan.round, {}).values())
+        return accepted_commit(self._context)
 
     def _excused(self, node: str) -> bool:
         return self._board.excused(node, self.plan.round)

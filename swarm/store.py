@@ -270,4 +270,4 @@ class ShardStore:
         for folder in (self.folder / "scratch").iterdir():
             if int(folder.name) < number:
                 shutil.rmtree(folder)
-        self._places = {digest: path for digest, path in self._places.items() if path.exists()}
+        self._places = {digest: path for digest, path in list(self._places.items()) if path.exists()}
