@@ -74,7 +74,9 @@ class Session:
                     self._channel.send({"event": "trained", **self._train(message)})
                 except OSError as error:  # the disk; the channel has an error of its own
                     where = f"{error.filename}: " if error.filename else ""
-                    text = f"{where}{(error.strerror or str(error)).lower()}. Free some space, or choose: --home DIR"
+                    text = (
+                        f"{where}{(error.strerror or str(error)).lower()}. Free space, or take another disk: --home DIR"
+                    )
                     self._channel.send({"event": "refused", "error": text})
 
     def _train(self, task: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ async def collect_results(number: int, plan: str, replica: Replica, board: Board
 
     while True:
         if sources := await board.until(wanted, LOOK_SECONDS):
-            usable = await asyncio.gather(*[replica.prefetch(node, items) for node, items in sources.items()])
+            usable = await asyncio.gather(*[replica.fetch(node, items) for node, items in sources.items()])
             for node, good in zip(sources, usable, strict=True):
                 if not good:
                     board.lose(node)  # its shards go to their stand-ins, or are carried

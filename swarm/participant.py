@@ -198,6 +198,7 @@ class Participant:
         """The head has changed."""
         head = self.replica.head
         self.board.advance(head.document.round)
+        self._given_up.clear()
         now = asyncio.get_running_loop().time()
         self._on_commit(head, self.membership.view, now - (self._round_started or now))
         self._round_started = now
@@ -222,9 +223,7 @@ class Participant:
         lead = asyncio.create_task(Planner(self._context).run()) if self._trainer is not None else None
         try:
             while True:
-                if (
-                    plan := await self.board.until(lambda: accepted_plan(self._context, self._given_up), LOOK_SECONDS)
-                ) is not None:
+                if (plan := await self.board.until(self._find_plan, LOOK_SECONDS)) is not None:
                     return plan
                 if lead is not None and lead.done():
                     lead.result()  # an error in it is this node's error
@@ -237,6 +236,9 @@ class Participant:
         finally:
             if lead is not None:
                 lead.cancel()
+
+    def _find_plan(self) -> Signed[Plan] | None:
+        return accepted_plan(self._context, self._given_up)
 
     def _find_commit(self) -> Signed[Commit] | None:
         return accepted_commit(self._context)

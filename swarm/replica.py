@@ -91,7 +91,7 @@ class Replica:
                 if not missing:
                     return
                 plan = _by_source(commit, missing, source, set(sources))
-                await asyncio.gather(*[self._fetch(node, wanted) for node, wanted in plan.items()])
+                await asyncio.gather(*[self.fetch(node, wanted) for node, wanted in plan.items()])
         if missing := await self._missing(commit):
             raise Unobtainable(f"round {commit.round}: nobody has {len(missing)} of its shards, {missing[0]} first")
 
@@ -107,8 +107,11 @@ class Replica:
                 missing.append(name)
         return missing
 
-    async def _fetch(self, node: str, wanted: Sequence[tuple[str, int]]) -> bool:
-        """Fetch objects; False when some of them hold values that are no numbers: these are thrown away."""
+    async def fetch(self, node: str, wanted: Sequence[tuple[str, int]]) -> bool:
+        """Fetch objects (digest and size) from a node; what does not come is left to others.
+
+        Returns False when some of them hold values that are no numbers: these are thrown away.
+        """
         try:
             await self._exchange.fetch(node, wanted, self.store.writer)
         except CallFailed as error:
@@ -123,13 +126,6 @@ class Replica:
         for digest in poisoned:
             self.store.discard(digest)
         return len(poisoned)
-
-    async def prefetch(self, node: str, wanted: Sequence[tuple[str, int]]) -> bool:
-        """Fetch results (digest and size) that are announced but not committed yet; whether they can be used.
-
-        What does not come is left to others; False is for results with values that are no numbers.
-        """
-        return await self._fetch(node, wanted)
 
     async def adopt(self, commit: Signed[Commit], sources: Sequence[str]) -> None:
         """Gather a commit and make it the head. Raises Unobtainable, and remembers that."""
