@@ -4,8 +4,11 @@ PYTHON ?= python3
 # PYTHONSAFEPATH: the four packages come from the installation, not from the folder that a command runs in.
 BIN = PYTHONSAFEPATH=1 .venv/bin
 INSTALLED = .venv/.installed
+# Tests run side by side: more threads than cores would wait for one another.
+ONE_THREAD = OMP_NUM_THREADS=1
 
-.PHONY: help install demo test lint type bench bench-convergence clean
+.PHONY: help install demo test test-gpu lint type bench bench-convergence bench-encodings bench-engine bench-memory \
+	bench-recovery bench-scale bench-sync clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
@@ -30,8 +33,11 @@ demo: install ## train a small model on four nodes on this box; DATA=book.txt tr
 	@$(BIN)/spes-node demo $${DATA:+--data "$$DATA"}
 
 test: install ## run all tests, the quick ones first
-	$(BIN)/python -m pytest -m 'not swarm'
-	$(BIN)/python -m pytest -m swarm
+	$(ONE_THREAD) $(BIN)/python -m pytest -m 'not swarm and not gpu' -n auto --maxprocesses 4
+	$(ONE_THREAD) $(BIN)/python -m pytest -m swarm -n auto --maxprocesses 2
+
+test-gpu: install ## run the tests that need a CUDA device; docs/gpu.md says what they show
+	$(BIN)/python -m pytest -m gpu
 
 lint: install ## check style, format and the layers of imports
 	$(BIN)/ruff check
@@ -41,10 +47,28 @@ lint: install ## check style, format and the layers of imports
 type: install ## check types
 	$(BIN)/mypy
 
-bench: bench-convergence ## run every benchmark
+bench: bench-convergence bench-encodings bench-engine bench-memory bench-recovery bench-scale bench-sync ## run every benchmark
 
 bench-convergence: install ## compare a swarm's loss with ordinary training
 	PYTHONPATH=. $(BIN)/python -m bench.convergence
+
+bench-encodings: install ## compare what encodings and overlap cost in loss
+	PYTHONPATH=. $(BIN)/python -m bench.encodings
+
+bench-engine: install ## compare a step of training with transformers' own: time and memory
+	PYTHONPATH=. $(BIN)/python -m bench.engine
+
+bench-memory: install ## take a step of the 2B preset on this CPU (20 GB), and compare its memory with the plan
+	PYTHONPATH=. $(BIN)/python -m bench.memory
+
+bench-recovery: install ## kill and stop nodes in every phase of a round: what it costs the others (12 minutes)
+	PYTHONPATH=. $(BIN)/python -m bench.recovery
+
+bench-sync: install ## compare a synchronisation with a parameter server's round, behind slow lines (root) and on loopback
+	PYTHONPATH=. $(BIN)/python -m bench.sync
+
+bench-scale: install ## count what a swarm of 4 and of 8 nodes on this box costs each of them
+	PYTHONPATH=. $(BIN)/python -m bench.scale
 
 clean: ## remove .venv and everything else that was built
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.curves import Curve, draw, table
 from bench.results_file import RESULTS, write_results
-from bench.text import shakespeare
+from bench.text import SHAKESPEARE, choose_text
 from bootstrap.run_file import write_preset
 from model.errors import SpesError, UserError
 from node.corpus import load_corpus
@@ -35,7 +35,6 @@ HELDOUT_BLOCKS = 192
 """For every point of the curves, so that all of them are measured on the same text."""
 MARGIN_SECONDS = 60
 """On a busy machine a round may take so much longer than the one before: that costs time, and no tokens."""
-CACHE = Path("runs/bench/text")
 
 # A reference in one process, on the same text, reached 2.14 and 2.17 with two seeds; twice the noise is allowed for.
 SWARM_AT_MOST = 2.20
@@ -80,7 +79,7 @@ def main() -> None:
     """Train three times, report, and exit with 1 if a claim does not hold."""
     options = _options()
     try:
-        text, data = _text(options.data)
+        text, data = choose_text(options.data)
         with _folder(options.keep) as folder:
             curves = {
                 each.name: _train(each, folder / each.name, data, options.rounds, options.seed) for each in CONTESTANTS
@@ -88,7 +87,7 @@ def main() -> None:
     except SpesError as error:
         print(f"bench: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    checks = _checks(curves, full=options.rounds == ROUNDS, shakespeare=text == "Shakespeare")
+    checks = _checks(curves, full=options.rounds == ROUNDS, shakespeare=text == SHAKESPEARE)
     print("", *table(curves), "", *checks, "", sep="\n")
     figures = {
         "text": text,
@@ -112,17 +111,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the text")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for what the processes leave")
     return parser.parse_args()
-
-
-def _text(own: Sequence[Path]) -> tuple[str, list[Path]]:
-    """What the text is called, and its files; none when the swarm's embedded one has to do."""
-    if own:
-        return "own files", [path.resolve() for path in own]
-    try:
-        return "Shakespeare", [path.resolve() for path in shakespeare(CACHE)]
-    except OSError as error:
-        print(f"Shakespeare cannot be had, training on CPython's documentation instead: {error}")
-        return "CPython's documentation", []
 
 
 @contextlib.contextmanager
@@ -185,6 +173,7 @@ def _write_run_file(path: Path, contestant: Contestant, rounds: int, seed: int, 
         "seed": seed,
         "source": '"files"' if own_text else '"builtin"',
         "total": rounds,
+        "overlap": "false",  # so that all have trained on as many tokens
         "expert_size": EXPERT_SIZE,
         "batch_blocks": contestant.batch_blocks,
         "heldout_blocks": HELDOUT_BLOCKS,

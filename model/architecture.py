@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from model.settings import ModelSettings
 
@@ -17,15 +26,38 @@ class Family:
 
     model: type[PreTrainedModel]
     config: Callable[[ModelSettings], PreTrainedConfig]
+    mixture: str
+    """What a checkpoint file calls the module `mlp` of a decoder layer."""
     expert_keys: tuple[str, str, str]
-    """Keys of one expert's gate, up and down matrix in a checkpoint file, below the name of its decoder layer."""
+    """What it calls one expert's gate, up and down matrix, below `{mixture}.experts.{expert}`."""
 
 
 def _olmoe_config(settings: ModelSettings) -> PreTrainedConfig:
     return OlmoeConfig(
+        intermediate_size=settings.expert_size,
         num_experts=settings.num_experts,
-        num_experts_per_tok=settings.experts_per_token,
-        norm_topk_prob=False,
+        norm_topk_prob=settings.norm_topk_prob,
+        **_common(settings),
+    )
+
+
+def _qwen3_moe_config(settings: ModelSettings) -> PreTrainedConfig:
+    return Qwen3MoeConfig(
+        # The width of dense layers, of which there are none.
+        intermediate_size=settings.expert_size,
+        moe_intermediate_size=settings.expert_size,
+        num_experts=settings.num_experts,
+        norm_topk_prob=settings.norm_topk_prob,
+        head_dim=settings.head_size,
+        **_common(settings),
+    )
+
+
+def _mixtral_config(settings: ModelSettings) -> PreTrainedConfig:
+    return MixtralConfig(
+        intermediate_size=settings.expert_size,
+        num_local_experts=settings.num_experts,
+        head_dim=settings.head_size,
         **_common(settings),
     )
 
@@ -35,10 +67,10 @@ def _common(settings: ModelSettings) -> dict[str, Any]:
     return {
         "vocab_size": settings.vocab_size,
         "hidden_size": settings.hidden_size,
-        "intermediate_size": settings.expert_size,
         "num_hidden_layers": settings.num_layers,
         "num_attention_heads": settings.num_heads,
         "num_key_value_heads": settings.num_kv_heads,
+        "num_experts_per_tok": settings.experts_per_token,
         "max_position_embeddings": settings.max_length,
         "rope_parameters": {"rope_type": "default", "rope_theta": settings.rope_theta},
         "rms_norm_eps": settings.norm_eps,
@@ -53,16 +85,12 @@ def _common(settings: ModelSettings) -> dict[str, Any]:
     }
 
 
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
 FAMILIES = {
-    "olmoe": Family(
-        model=OlmoeForCausalLM,
-        config=_olmoe_config,
-        expert_keys=(
-            "mlp.experts.{expert}.gate_proj.weight",
-            "mlp.experts.{expert}.up_proj.weight",
-            "mlp.experts.{expert}.down_proj.weight",
-        ),
-    ),
+    "olmoe": Family(OlmoeForCausalLM, _olmoe_config, "mlp", _PROJECTIONS),
+    "qwen3_moe": Family(Qwen3MoeForCausalLM, _qwen3_moe_config, "mlp", _PROJECTIONS),
+    "mixtral": Family(MixtralForCausalLM, _mixtral_config, "block_sparse_moe", ("w1", "w3", "w2")),
 }
 
 

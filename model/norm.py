@@ -27,18 +27,19 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale: Tensor = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        # In the order of transformers' own norm, so fp32 gives its bits.
+        normed = x.float().square()
+        scale: Tensor = normed.mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return torch.mul(x, scale, out=normed).mul_(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        normed = x * scale
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        grad_normed = grad * weight
-        along = torch.linalg.vecdot(grad_normed, normed).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = grad_normed.addcmul_(normed, along, value=-1).mul_(scale)
+        # One buffer for all: first the product that both gradients are sums of, then the gradient of x.
+        product = grad * x
+        grad_weight = scale.flatten() @ product.flatten(0, -2)
+        along = (product @ weight).unsqueeze(-1).mul_(scale.pow(3).div_(x.shape[-1]))
+        grad_x = torch.mul(grad, weight, out=product).mul_(scale).addcmul_(x, along, value=-1)
         return grad_x.to(x.dtype), grad_weight, None

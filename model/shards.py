@@ -13,6 +13,11 @@ from model.settings import ModelSettings
 DTYPE = np.dtype("<f4")
 """Values of a shard: little-endian fp32."""
 
+PARTS = 64
+"""The shared parameters are cut into about so many shards,"""
+LEAST_NUMEL, MOST_NUMEL = 2**15, 2**23
+"""but not into smaller and not into larger ones, in values."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -52,14 +57,18 @@ class Shard:
         ]
 
 
-def layout(settings: ModelSettings, max_numel: int = 64 * 2**20) -> tuple[Shard, ...]:
+def layout(settings: ModelSettings, max_numel: int | None = None) -> tuple[Shard, ...]:
     """All shards in canonical order: `embed`, then `layer.{i}.shared` and `layer.{i}.expert.{e}` of each layer, then
     `head` (final norm and output matrix). Every element of the model is in exactly one shard.
 
-    A shared shard of more than `max_numel` values is cut between rows into `{name}.0`, `{name}.1` and so on.
+    A shared shard of more than `max_numel` values is cut between rows into `{name}.0`, `{name}.1` and so on, so that
+    many nodes can share the work of averaging; None cuts the shared parameters into some PARTS.
     """
     model = build_on_meta(settings)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if max_numel is None:
+        shared = sum(math.prod(shape) for name, shape in shapes.items() if ".mlp.experts." not in name)
+        max_numel = min(max(shared // PARTS, LEAST_NUMEL), MOST_NUMEL)
     embedding = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     embed = [name for name, parameter in model.named_parameters() if id(parameter) in embedding]
 

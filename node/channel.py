@@ -65,6 +65,8 @@ class AsyncChannel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._size: int | None = None
+        """Of the message whose length has been read."""
 
     @classmethod
     async def over(cls, connection: socket.socket) -> "AsyncChannel":
@@ -76,10 +78,12 @@ class AsyncChannel:
         self._writer.write(encode(message))
 
     async def receive(self) -> dict[str, Any]:
-        """Wait for a message. Raises ChannelClosed."""
+        """Wait for a message; one that was on its way when this is cancelled comes next time. Raises ChannelClosed."""
         try:
-            (size,) = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-            message: dict[str, Any] = msgpack.unpackb(await self._reader.readexactly(size))
+            if self._size is None:
+                (self._size,) = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            message: dict[str, Any] = msgpack.unpackb(await self._reader.readexactly(self._size))
+            self._size = None
         except (asyncio.IncompleteReadError, OSError) as error:
             raise ChannelClosed from error
         return message

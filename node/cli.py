@@ -15,6 +15,7 @@ from model.errors import SpesError
 
 DEFAULT_PORT = 31337
 MAX_NAME = 40
+MAX_QUANTITY = 1_000_000
 EXIT_BUG = 70
 DISK_ERRORS = {
     errno.ENOSPC,
@@ -48,21 +49,60 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     new = commands.add_parser("new", help="write a commented run file from a preset")
-    new.add_argument("preset", metavar="PRESET", help="demo, tiny-test, ...; an unknown name lists them all")
+    new.add_argument("preset", metavar="PRESET", help="demo, 50m, 160m, 1b, 2b, ...; an unknown name lists them all")
     new.add_argument("-o", "--output", type=Path, default=Path("run.toml"), metavar="FILE", help="default: run.toml")
+    new.add_argument("--init", type=Path, metavar="DIR", help="for the model of this Hugging Face checkpoint")
 
     start = commands.add_parser("bootstrap", help="start a run and be the place where others find it")
     start.add_argument("run_file", type=Path, metavar="RUN.toml")
+    start.add_argument(
+        "--init",
+        type=Path,
+        metavar="DIR",
+        help="begin with the weights of this Hugging Face checkpoint (olmoe, qwen3_moe or mixtral)",
+    )
     start.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="the run's text, for its check")
+    _add_tokenizer(start)
     _add_place(start, f"0.0.0.0:{DEFAULT_PORT}")
 
     join = commands.add_parser("join", help="take part in a run with this box")
     _add_peers(join)
     join.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="txt, jsonl or parquet files")
-    join.add_argument("--experts", type=_positive, metavar="N", help="train at most N experts (default: all)")
+    join.add_argument("--experts", type=_positive, metavar="N", help="train at most N experts (default: what fits)")
+    join.add_argument(
+        "--vram", type=_quantity, metavar="GB", help="use at most so much memory of the device, in 1e9 bytes"
+    )
+    join.add_argument("--deterministic", action="store_true", help="only kernels that repeat every bit, if slower")
     join.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default: auto)")
     join.add_argument("--threads", type=_positive, default=0, metavar="N", help="CPU threads of the trainer")
+    _add_tokenizer(join)
     _add_place(join, "0.0.0.0:0")
+
+    seed = commands.add_parser("seed", help="keep and serve the state of a run, without a GPU and without training")
+    _add_peers(seed)
+    _add_place(seed, "0.0.0.0:0")
+
+    plan = commands.add_parser("plan", help="what a box needs for a run: memory, choices with their costs, traffic")
+    plan.add_argument("run", type=Path, metavar="RUN", help="a run file, or the name of a preset")
+    plan.add_argument(
+        "--vram", type=_quantity, metavar="GB", help="memory of the GPU, in 1e9 bytes (default: this box)"
+    )
+    plan.add_argument("--cpu", action="store_true", help="plan for a CPU; --vram is then main memory")
+    plan.add_argument(
+        "--experts",
+        type=_positive,
+        metavar="N",
+        help="train N experts (default: a node's share, experts / start_nodes)",
+    )
+    plan.add_argument(
+        "--nodes",
+        type=_positive,
+        metavar="N",
+        help="nodes in a round, for the traffic (default: the run's start_nodes)",
+    )
+    plan.add_argument(
+        "--bandwidth", type=_quantity, default=100.0, metavar="MBIT", help="of the line, Mbit/s (default: 100)"
+    )
 
     status = commands.add_parser("status", help="show the nodes, who trains which experts, round and loss")
     _add_peers(status)
@@ -70,16 +110,48 @@ def build_parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help="write this node's state as a Hugging Face checkpoint")
     export.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    export.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
+    _add_tokenizer(export)
     export.add_argument("--home", type=Path, metavar="DIR", help="folder of the node or of the rendezvous")
     export.add_argument("--run", metavar="ID", help="beginning of the run's id, when the folder holds several")
+
+    _add_upcycle(commands.add_parser("upcycle", help="turn a dense checkpoint into a mixture of experts to begin with"))
 
     demo = commands.add_parser("demo", help="a real swarm of four nodes on this box, for a few minutes")
     demo.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="train on these instead")
     demo.add_argument("-o", "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     demo.add_argument("--rounds", type=_positive, metavar="N", help="stop after N rounds")
-    for command in (start, join, status):
+    for command in (start, join, seed, status):
         command.add_argument("-v", "--verbose", action="store_true", help="log what is tried and what fails, too")
     return parser
+
+
+def _add_upcycle(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Turn a dense Qwen3 checkpoint into qwen3_moe, or a Llama-style one into mixtral: every expert is a copy of "
+        "the dense FFN with noise. Begin a run with it: spes-node bootstrap RUN.toml --init DIR"
+    )
+    parser.add_argument(
+        "dense", type=Path, metavar="DENSE_DIR", help="a Hugging Face checkpoint: qwen3, llama, mistral"
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    parser.add_argument("--experts", type=int, default=8, metavar="N", help="experts in each layer (default: 8)")
+    parser.add_argument("--top-k", type=int, default=2, metavar="N", help="experts for each token (default: 2)")
+    parser.add_argument(
+        "--noise-std", type=float, default=0.02, metavar="X", help="standard deviation of the noise (default: 0.02)"
+    )
+    parser.add_argument(
+        "--noise-fraction", type=float, default=0.5, metavar="X", help="part of the weights with noise (default: 0.5)"
+    )
+    parser.add_argument(
+        "--router",
+        choices=("normal", "zeros"),
+        default="normal",
+        help="first router weights. normal (default): random, so tokens reach all experts from the first step. zeros, "
+        "as in the script released with the paper: all logits are equal, ties go to the lowest expert ids, and only "
+        "the first top-k experts get any token until noise breaks the tie",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of noise and routers (default: 0)")
 
 
 def _add_peers(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +163,15 @@ def _add_peers(parser: argparse.ArgumentParser) -> None:
         help="addresses from the join line; one that answers is enough",
     )
     parser.add_argument("--run", metavar="ID", help="beginning of the run's id, when the swarm holds several")
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder of the run's tokenizer (default: by its name, from the Hub)",
+    )
 
 
 def _add_place(parser: argparse.ArgumentParser, listen: str) -> None:
@@ -109,9 +190,18 @@ def _name(text: str) -> str:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a whole number, at least 1")
+    return int(text)
+
+
+def _quantity(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= MAX_QUANTITY:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and {MAX_QUANTITY:,} (without a unit)")
     return number
 
 

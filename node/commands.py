@@ -3,8 +3,10 @@
 import argparse
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import closing
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,24 @@ def run_async(main: Coroutine[Any, Any, None], *, verbose: bool) -> None:
         for package in ("swarm", "bootstrap", "node"):
             logging.getLogger(package).setLevel(logging.DEBUG)
     uvloop.run(main)
+
+
+@contextmanager
+def ending_cleanly() -> Iterator[None]:
+    """Let SIGTERM and a closed terminal end the process as Ctrl-C does, so that half of a folder is removed first."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    # One that is ignored (nohup) stays so.
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def default_home(kind: str) -> Path:
@@ -60,8 +80,14 @@ def new(options: argparse.Namespace) -> None:
     """Write a run file."""
     from bootstrap.run_file import write_preset
 
-    write_preset(options.preset, options.output)
-    print(f"{options.output} is written. Edit it, then: spes-node bootstrap {options.output}")
+    if options.init is None:
+        write_preset(options.preset, options.output)
+    else:
+        from model.checkpoint import Checkpoint
+
+        write_preset(options.preset, options.output, Checkpoint.open(options.init).settings)
+    start = f" --init {options.init}" if options.init is not None else ""
+    print(f"{options.output} is written. Edit it, then: spes-node bootstrap {options.output}{start}")
 
 
 def bootstrap(options: argparse.Namespace) -> None:
@@ -70,6 +96,7 @@ def bootstrap(options: argparse.Namespace) -> None:
     from bootstrap.rendezvous import serve
     from bootstrap.run_file import read_run_file
     from node.corpus import load_corpus
+    from node.tokens import open_encoder
     from swarm.identity import Identity
     from swarm.network import check_ports
 
@@ -77,15 +104,28 @@ def bootstrap(options: argparse.Namespace) -> None:
     listen = multiaddress(options.listen)
     check_announced(options.announce)
     check_ports([listen])
-    fingerprint, num_blocks = "", 0
+    encoder = open_encoder(run_file.data.tokenizer, run_file.model.vocab_size, options.tokenizer)
+    fingerprint, num_blocks = encoder.digest, 0
     if run_file.data.source != "own":
-        corpus = load_corpus(run_file.data, run_file.run.seed, options.data)
+        corpus = load_corpus(run_file.data, run_file.run.seed, options.data, encoder)
         fingerprint, num_blocks = corpus.fingerprint, corpus.num_blocks
+    start = None
+    if options.init is not None:
+        from bootstrap.warm_start import open_warm_start
+
+        print(f"reading the checkpoint {options.init}", flush=True)
+        start = open_warm_start(options.init, run_file.model)
     home = options.home or default_home("bootstrap")
     with closing(Identity.open(home / "identity.key")) as identity:
         console = Console()
         manifest, store = prepare_run(
-            run_file, identity, home, fingerprint=fingerprint, num_blocks=num_blocks, say=console.say
+            run_file,
+            identity,
+            home,
+            fingerprint=fingerprint,
+            num_blocks=num_blocks,
+            start=start,
+            say=console.say,
         )
         run_async(
             serve(
@@ -107,6 +147,7 @@ def bootstrap(options: argparse.Namespace) -> None:
 
 def join(options: argparse.Namespace) -> None:
     """Take part in a run."""
+    from model.tokenizer import check_folder
     from node.daemon import Listeners, NodeSettings
     from node.daemon import join as join_run
     from node.trainer_process import TrainerSettings
@@ -119,6 +160,8 @@ def join(options: argparse.Namespace) -> None:
     home = options.home or default_home("node")
     listen = multiaddress(options.listen)
     check_announced(options.announce)
+    if options.tokenizer is not None:
+        check_folder(options.tokenizer)
     with closing(Identity.open(home / "identity.key")) as identity:
         name = options.name or spoken_name(identity.node_id)
         console = Console()
@@ -130,8 +173,15 @@ def join(options: argparse.Namespace) -> None:
             announce=options.announce,
             run_id=options.run,
             name=name,
-            experts=options.experts,
-            trainer=TrainerSettings(data=options.data, device=options.device, threads=options.threads),
+            trainer=TrainerSettings(
+                data=options.data,
+                device=options.device,
+                threads=options.threads,
+                tokenizer=options.tokenizer,
+                experts=options.experts,
+                memory=int(options.vram * 1e9) if options.vram else None,
+                deterministic=options.deterministic,
+            ),
         )
         tell = Listeners(
             say=console.say,
@@ -143,6 +193,75 @@ def join(options: argparse.Namespace) -> None:
         run_async(join_run(settings, identity, tell), verbose=options.verbose)
 
 
+def seed(options: argparse.Namespace) -> None:
+    """Keep and serve the state of a run without training."""
+    from node.seed import SeedSettings, serve
+    from swarm.identity import Identity
+    from swarm.network import peer_of
+    from swarm.release import VERSION
+
+    for address in options.peers:
+        peer_of(address)
+    home = options.home or default_home("seed")
+    listen = multiaddress(options.listen)
+    check_announced(options.announce)
+    with closing(Identity.open(home / "identity.key")) as identity:
+        name = options.name or spoken_name(identity.node_id)
+        console = Console()
+        console.say(f"spes-node {VERSION}: seed {name} ({identity.node_id})")
+        settings = SeedSettings(
+            home=home, peers=options.peers, listen=[listen], announce=options.announce, run_id=options.run, name=name
+        )
+        run_async(
+            serve(
+                settings,
+                identity,
+                on_joined=console.serving,
+                on_state=console.state,
+                on_round=console.round,
+                say=console.say,
+            ),
+            verbose=options.verbose,
+        )
+
+
+def plan(options: argparse.Namespace) -> None:
+    """Say what a box needs to take part in a run."""
+    from bootstrap.run_file import read_preset, read_run_file
+    from model.device import choose_device, device_memory
+    from model.memory_plan import Device
+    from model.optimizer import has_adam_8bit
+    from model.settings import ComputeSettings
+    from model.tokenizer import BYTES
+    from node.planning import plan_for, report
+    from node.tokens import open_encoder
+
+    run_file = read_run_file(options.run) if options.run.exists() else read_preset(str(options.run))
+    run = run_file.manifest(author="nobody yet", fingerprint="", num_blocks=0)
+    if run.data.tokenizer == BYTES:
+        open_encoder(BYTES, run.model.vocab_size)  # the vocabulary is checked; another tokenizer may not be here
+    if options.vram:
+        device = Device(
+            memory=int(options.vram * 1e9),
+            gpu=not options.cpu,
+            compute=ComputeSettings(dtype="fp32" if options.cpu else "bf16"),
+            adam_8bit=True,
+        )
+    else:
+        here, dtype, reason = choose_device("cpu" if options.cpu else "auto")
+        print(f"planning for this box: {reason}. For another one: --vram GB")
+        device = Device(
+            memory=device_memory(here),
+            gpu=here.type == "cuda",
+            compute=ComputeSettings(dtype=dtype),
+            adam_8bit=has_adam_8bit(),  # as `join` on this box will find it
+        )
+    for line in report(
+        run, plan_for(run, device, options.experts), options.nodes or run.round.start_nodes, options.bandwidth
+    ):
+        print(line)
+
+
 def status(options: argparse.Namespace) -> None:
     """Report on a swarm."""
     from node.status import report
@@ -152,13 +271,31 @@ def status(options: argparse.Namespace) -> None:
 
 def export(options: argparse.Namespace) -> None:
     """Write a checkpoint from a node's shard store."""
-    from model.export import export_checkpoint
-    from node.stores import open_store
+    from node.run_export import export_run
 
-    manifest, store = open_store(options.home or default_home("node"), options.run)
-    assert store.head is not None
-    export_checkpoint(manifest.model, store.values, options.output)
-    print(f"round {store.head.document.round} of {manifest.name} is in {options.output}")
+    with ending_cleanly():
+        run, commit = export_run(
+            options.home or default_home("node"),
+            options.output,
+            run_id=options.run,
+            tokenizer=options.tokenizer,
+            dtype=options.dtype,
+        )
+    print(f"round {commit.round} of {run.name} is in {options.output}")
+
+
+def upcycle(options: argparse.Namespace) -> None:
+    """Turn a dense checkpoint into a mixture of experts."""
+    from model.upcycle import UpcycleSettings
+    from model.upcycle import upcycle as write_mixture
+
+    how = {key: getattr(options, key) for key in UpcycleSettings.model_fields}
+    with ending_cleanly():
+        model = write_mixture(options.dense, options.output, how)
+    print(
+        f"{options.output} is a {model.family} of {model.num_layers} layers with {model.num_experts} experts. Next: "
+        f"spes-node new PRESET --init {options.output} -o run.toml"
+    )
 
 
 def demo(options: argparse.Namespace) -> None:
@@ -172,7 +309,10 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "new": new,
     "bootstrap": bootstrap,
     "join": join,
+    "seed": seed,
+    "plan": plan,
     "status": status,
     "export": export,
+    "upcycle": upcycle,
     "demo": demo,
 }

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from node.units import size
 from swarm.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from swarm.history import RoundLine
 
 HEADER = (
-    f"{'round':>9}  {'loss':>7}  {'held-out':>8}  {'tokens/s':>9}  {'nodes':>5}  {'experts':>7}  {'moved':>9}  next"
+    f"{'round':>9}  {'loss':>7}  {'held-out':>8}  {'tokens/s':>9}  {'busy':>4}  {'nodes':>5}"
+    f"  {'experts':>7}  {'moved':>9}  next"
 )
 LASTING_SECONDS = 2.0
 """A wait shorter than this is not worth a line."""
@@ -20,29 +22,11 @@ REASON_SECONDS = 5.0
 """A reason that keeps changing, such as a countdown, is printed this often."""
 
 
-def size(count: float) -> str:
-    """Bytes for people, in units of 1,000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def quantity(count: float) -> str:
-    """A count for people: 3.48M."""
-    for unit in ("", "k", "M", "B"):
-        if count < 1000:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}T"
-
-
 def round_row(line: "RoundLine") -> str:
     """One aligned line about a round.
 
     The held-out loss is that of the state the round started from; `next` is how long the next round takes if it takes
-    as long as this one.
+    as long as this one; `busy` is the share of their time that the nodes spent in training steps.
     """
     last = line.rounds and line.round >= line.rounds
     return "  ".join(
@@ -51,6 +35,7 @@ def round_row(line: "RoundLine") -> str:
             f"{line.loss:7.3f}",
             f"{line.heldout_loss:8.3f}" if line.heldout_loss is not None else f"{'-':>8}",
             f"{line.tokens_per_second:9,.0f}" if line.seconds else f"{'-':>9}",
+            f"{line.utilisation:4.0%}" if line.utilisation else f"{'-':>4}",
             f"{f'{line.nodes}/{line.nodes + line.missing}':>5}",
             f"{f'{line.covered}/{line.experts}':>7}",
             f"{size(line.bytes_moved):>9}",
@@ -63,9 +48,10 @@ def describe_run(manifest: Manifest) -> str:
     """A run in one line."""
     model, rounds = manifest.model, manifest.round
     total = f"{rounds.total} rounds" if rounds.total else "rounds without end"
+    start = f"; begun with checkpoint {manifest.initial_state[:12]}" if manifest.initial_state else ""
     return (
         f"{manifest.name}: {model.num_layers} layers, width {model.hidden_size}, {model.num_experts} experts, "
-        f"top-{model.experts_per_token}; {total} of {rounds.local_steps} steps"
+        f"top-{model.experts_per_token}; {total} of {rounds.local_steps} steps{start}"
     )
 
 
@@ -103,9 +89,11 @@ class Console:
         trainer = joined.trainer
         self.fact("run", describe_run(joined.manifest))
         self.fact("device", f"{trainer.device}, {trainer.dtype} ({trainer.reason})")
-        self.fact(
-            "experts", f"up to {joined.capacity} of {joined.manifest.model.num_experts} ({joined.capacity_reason})"
-        )
+        total = joined.manifest.model.num_experts
+        self.fact("experts", f"up to {trainer.capacity} of {total} ({trainer.capacity_reason})")
+        self.fact("memory", trainer.memory)
+        for saving in trainer.savings:
+            self.fact("saving", saving)
         self.fact("home", str(joined.home))
         self.fact("invite", join_line(joined.addresses))
 

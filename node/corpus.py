@@ -12,19 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import UserError
+from model.tokenizer import BYTES
 from node.builtin_text import module_texts, topic_texts
+from node.tokens import BYTE_ENCODER, Encoder, Piece, Tokens
 from swarm.manifest import DataSettings
 
-Tokens = NDArray[np.uint16]
-
-END_OF_DOCUMENT = 1
-BYTE_OFFSET = 3
-"""Token id of byte 0: ids 0 to 2 are padding, end of document and unknown, as in ByT5 (arXiv 2105.13626)."""
-SEPARATOR = b"\xff"
-"""Stands for END_OF_DOCUMENT until the text is tokenised: the byte is in no UTF-8 text."""
 HELDOUT_SHARE = 20
 """One token in so many, the last ones of every source, is held out of training."""
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
+"""Size of the pieces of a text file. A tokenizer sees one piece at a time, so another size gives other tokens."""
 FEISTEL_ROUNDS = 4
 
 
@@ -33,13 +29,13 @@ class Corpus:
     """Tokens of one text, cut into blocks of `block_tokens` inputs that overlap by the one token of the last target."""
 
     train: Tokens
-    """uint16 [T], what the swarm trains on."""
+    """uint16 or uint32 [T], what the swarm trains on."""
     heldout: Tokens
-    """uint16 [V], what it is evaluated on."""
+    """[V], what it is evaluated on."""
     block_tokens: int
     seed: int
     """Seed of the order in which an epoch visits its blocks."""
-    tokenizer: str = "bytes"
+    tokenizer: str = BYTES
 
     @property
     def num_blocks(self) -> int:
@@ -52,7 +48,7 @@ class Corpus:
         digest = hashlib.sha256(self.tokenizer.encode())
         for tokens in (self.train, self.heldout):
             digest.update(len(tokens).to_bytes(8, "little"))
-            digest.update(tokens.astype("<u2", copy=False).data)
+            digest.update(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
         return digest.hexdigest()
 
     def block(self, block_id: int) -> NDArray[np.int64]:
@@ -96,20 +92,22 @@ def shuffled(position: int, size: int, seed: int, epoch: int) -> int:
             return position
 
 
-def load_corpus(data: DataSettings, seed: int, files: Sequence[Path]) -> Corpus:
-    """Tokenise the run's text: CPython's own, or `files` in the order given.
+def load_corpus(data: DataSettings, seed: int, files: Sequence[Path], encoder: Encoder = BYTE_ENCODER) -> Corpus:
+    """Tokenise the run's text: CPython's own, or `files` in the order given, with the encoder of `data.tokenizer`.
 
     Raises UserError if the files do not fit `data.source`, cannot be read, or hold too little text for one block.
     """
+    assert encoder.name == data.tokenizer
+    sources: Iterable[Iterable[Piece]]
     if data.source == "builtin":
         if files:
             raise UserError("this run trains on the builtin text; leave out --data")
-        sources = [_join(topic_texts()), *(_join([text]) for text in module_texts())]
+        sources = [_documents(topic_texts()), *(_documents([text]) for text in module_texts())]
     else:
         if not files:
             raise UserError("this run trains on text files; name at least one with --data (txt, jsonl or parquet)")
-        sources = [_read_file(path) for path in files]
-    train, heldout = _split(sources)
+        sources = map(_read_file, files)
+    train, heldout = _split(sources, encoder)
     needed = data.block_tokens + 1
     if len(train) < needed or len(heldout) < needed:
         raise UserError(
@@ -131,33 +129,32 @@ def check_fingerprint(corpus: Corpus, data: DataSettings) -> None:
         if data.source == "builtin"
         else "give --data the author's files in the author's order"
     )
+    if data.tokenizer != BYTES:
+        remedy += f", and have the author's version of the tokenizer {data.tokenizer}"
     raise UserError(
         f"this node's text has fingerprint {corpus.fingerprint[:12]}, the run's has {data.fingerprint[:12]}; {remedy}"
     )
 
 
-def _split(sources: Sequence[bytes]) -> tuple[Tokens, Tokens]:
+def _split(sources: Iterable[Iterable[Piece]], encoder: Encoder) -> tuple[Tokens, Tokens]:
+    """Training and held-out tokens of all sources."""
     train, heldout = bytearray(), bytearray()
-    for text in sources:
-        cut = len(text) - len(text) // HELDOUT_SHARE
-        train += text[:cut] + SEPARATOR  # the cut may fall inside a document
-        heldout += text[cut:]
-    return _tokens(train), _tokens(heldout)
+    end = np.array([encoder.end], encoder.dtype).tobytes()
+    for pieces in sources:
+        tokens = encoder.encode(pieces)
+        cut = len(tokens) - len(tokens) // HELDOUT_SHARE
+        train += tokens[:cut].data
+        train += end  # the cut may fall inside a document
+        heldout += tokens[cut:].data
+    return np.frombuffer(train, encoder.dtype), np.frombuffer(heldout, encoder.dtype)
 
 
-def _tokens(text: bytearray) -> Tokens:
-    tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
-    tokens += BYTE_OFFSET
-    tokens[tokens == SEPARATOR[0] + BYTE_OFFSET] = END_OF_DOCUMENT
-    return tokens
+def _documents(texts: Iterable[str]) -> Iterator[Piece]:
+    return ((text, True) for text in texts)
 
 
-def _join(documents: Iterable[str]) -> bytes:
-    return b"".join(document.encode() + SEPARATOR for document in documents)
-
-
-def _read_file(path: Path) -> bytes:
-    """The file's documents in UTF-8, each with SEPARATOR after it."""
+def _read_file(path: Path) -> Iterator[Piece]:
+    """The file's documents, piece by piece."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; name its files one by one")
     try:
@@ -165,29 +162,31 @@ def _read_file(path: Path) -> bytes:
             raise UserError(f"{path} is empty; give a file with text")
         match path.suffix.lower():
             case ".txt":
-                return b"".join(_utf8_chunks(path)) + SEPARATOR
+                yield from ((text, False) for text in _utf8_chunks(path))
+                yield "", True
             case ".jsonl":
                 for _ in _utf8_chunks(path):
                     pass  # datasets names no offset when it meets other bytes
-                return _join(_records(path, "json"))
+                yield from _documents(_records(path, "json"))
             case ".parquet":
-                return _join(_records(path, "parquet"))
+                yield from _documents(_records(path, "parquet"))
+            case _:
+                raise UserError(f"{path}: unknown kind of file; the known ones end in .txt, .jsonl and .parquet")
     except OSError as error:
         reason = error.strerror or str(error).splitlines()[0]
         raise UserError(f"cannot read {path}: {reason}; check the path and its permissions") from error
-    raise UserError(f"{path}: unknown kind of file; the known ones end in .txt, .jsonl and .parquet")
 
 
-def _utf8_chunks(path: Path) -> Iterator[bytes]:
+def _utf8_chunks(path: Path) -> Iterator[str]:
     """The file in pieces of about CHUNK_BYTES that end with a line, so never inside a character."""
     with path.open("rb") as file:
         start = 0
         while chunk := b"".join(file.readlines(CHUNK_BYTES)):
             try:
-                chunk.decode()
+                text = chunk.decode()
             except UnicodeDecodeError as error:
                 raise UserError(f"{path} is not UTF-8 at byte {start + error.start}; convert it to UTF-8") from error
-            yield chunk
+            yield text
             start += len(chunk)
 
 

@@ -28,8 +28,6 @@ class NodeSettings:
     announce: Sequence[str]
     run_id: str | None
     name: str
-    experts: int | None
-    """Most experts to train; None means all of the run's."""
     trainer: TrainerSettings
 
 
@@ -40,9 +38,6 @@ class Joined:
     manifest: Manifest
     home: Path
     addresses: list[str]
-    capacity: int
-    """Experts that this node can train."""
-    capacity_reason: str
     trainer: TrainerProcess
 
 
@@ -80,15 +75,12 @@ async def join(settings: NodeSettings, identity: Identity, tell: Listeners) -> N
         write_durably(store.folder / "manifest", manifest.wire)
         tell.say(f"run {run.name} {manifest.digest[:12]}: loading the model and the text")
         trainer = await TrainerProcess.start(run, settings.trainer, tell.on_progress)
-        capacity, reason = choose_capacity(run, settings.experts)
         addresses = await network.addresses()
         tell.on_joined(
             Joined(
                 manifest=run,
                 home=settings.home,
                 addresses=addresses,
-                capacity=capacity,
-                capacity_reason=reason,
                 trainer=trainer,
             )
         )
@@ -103,19 +95,9 @@ async def join(settings: NodeSettings, identity: Identity, tell: Listeners) -> N
                 version=VERSION,
                 name=settings.name,
                 role="trainer",
-                state="starting",
-                reason="",
                 addresses=tuple(addresses[:4]),
-                round=0,
-                commit="",
-                digest="",
-                tokens=0,
-                capacity=capacity,
+                capacity=trainer.capacity,
                 device=f"{trainer.device} {trainer.dtype}",
-                seconds_per_step=0.0,
-                trained_tokens=0,
-                sent=0,
-                received=0,
             ),
             trainer=trainer,
             on_commit=history.add,
@@ -126,11 +108,3 @@ async def join(settings: NodeSettings, identity: Identity, tell: Listeners) -> N
         if trainer is not None:
             await trainer.close()
         await network.close()
-
-
-def choose_capacity(run: Manifest, limit: int | None) -> tuple[int, str]:
-    """How many experts this node offers to train, and why."""
-    experts = run.model.num_experts
-    if limit is None:
-        return experts, "all of them: no limit was given; set one with --experts N"
-    return min(limit, experts), f"--experts {limit}"

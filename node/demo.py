@@ -11,13 +11,15 @@ from typing import Any
 
 from bootstrap.run_file import read_run_file, write_preset
 from model.errors import UserError
-from model.export import export_checkpoint, generate
+from model.export import generate
 from model.initial import initial_values
-from node.console import Console, quantity, size
+from node.console import Console
 from node.corpus import load_corpus
 from node.evaluation import committed, heldout_loss
 from node.local_swarm import LocalSwarm
+from node.run_export import export_run
 from node.stores import open_store
+from node.units import quantity, size
 from swarm.documents import state_digest
 from swarm.store import file_digest
 
@@ -102,7 +104,7 @@ def _summarise(output: Path, swarm: LocalSwarm, started: float) -> dict[str, Any
     commit = store.head.document
     states = [_state_on_disk(box.home) for box in swarm.nodes]
     export = output / "checkpoint"
-    export_checkpoint(manifest.model, store.values, export)
+    export_run(swarm.nodes[0].home, export)
     corpus = load_corpus(manifest.data, manifest.seed, swarm.data)
     before = heldout_loss(manifest, corpus, initial_values(manifest.model, manifest.seed), HELDOUT_BLOCKS)
     after = heldout_loss(manifest, corpus, committed(manifest, store), HELDOUT_BLOCKS)

@@ -1,4 +1,4 @@
-"""A whole swarm on this box: a rendezvous and nodes as processes of their own on loopback."""
+"""A whole swarm on this box: a rendezvous and nodes as processes of their own, on loopback or in the hosts of a lab."""
 
 import contextlib
 import os
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from model.errors import SpesError
 from swarm.lifeline import die_with_parent
@@ -23,9 +24,26 @@ POLL_SECONDS = 0.1
 _ADDRESS = re.compile(r"spes-node join --peers (\S+)")
 
 
+def _start_here(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(command, preexec_fn=die_with_parent, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a daemon runs."""
+
+    address: str = "127.0.0.1"
+    """It listens on a free port of this one."""
+    start: Callable[..., "subprocess.Popen[bytes]"] = _start_here
+    """Starts a command there, with options as for `subprocess.Popen`, so that it ends with this process."""
+
+
+LOOPBACK = Place()
+
+
 @dataclass(slots=True)
 class Box:
-    """A daemon that the demonstration has started."""
+    """A daemon of a swarm on this box."""
 
     name: str
     home: Path
@@ -41,7 +59,7 @@ class Box:
 
 @dataclass(slots=True)
 class LocalSwarm:
-    """A rendezvous and its nodes on loopback; leaving the context ends them all."""
+    """A rendezvous and its nodes; leaving the context ends them all."""
 
     folder: Path
     data: Sequence[Path] = ()
@@ -56,21 +74,34 @@ class LocalSwarm:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start_rendezvous(self, run_file: Path) -> None:
+    def start_rendezvous(self, run_file: Path, *options: str, place: Place = LOOPBACK) -> None:
         """Start the rendezvous and wait for its join line. Raises SpesError with its last words when it ends."""
-        self.rendezvous = self._start("rendezvous", ["bootstrap", str(run_file), *self._data()])
+        self.rendezvous = self._start("rendezvous", ["bootstrap", str(run_file), *self._data(), *options], place)
         for line in follow(self.rendezvous):
             if match := _ADDRESS.search(line):
                 self.address = match[1]
                 return
         raise SpesError(last_words(self.rendezvous))
 
-    def start_node(self, name: str, *options: str) -> Box:
+    def start_node(self, name: str, *options: str, place: Place = LOOPBACK) -> Box:
         """Start a node that joins the rendezvous."""
         arguments = ["join", "--peers", self.address, "--threads", str(self.threads), *self._data(), *options]
-        box = self._start(name, arguments)
+        box = self._start(name, arguments, place)
         self.nodes.append(box)
         return box
+
+    def start_seed(self, name: str, place: Place = LOOPBACK) -> Box:
+        """Start a seed that joins the rendezvous, and wait until it can be joined; `address` becomes its own.
+
+        Raises SpesError with its last words when it ends.
+        """
+        box = self._start(name, ["seed", "--peers", self.address], place)
+        self.nodes.append(box)
+        for line in follow(box):
+            if match := _ADDRESS.search(line):
+                self.address = match[1]
+                return box
+        raise SpesError(last_words(box))
 
     def run_to_end(self, rounds: int, show: Callable[[str], None]) -> None:
         """Show what the rendezvous prints until every node has finished the last of `rounds` rounds.
@@ -96,20 +127,19 @@ class LocalSwarm:
     def _data(self) -> list[str]:
         return ["--data", *map(str, self.data)] if self.data else []
 
-    def _start(self, name: str, arguments: Sequence[str]) -> Box:
+    def _start(self, name: str, arguments: Sequence[str], place: Place) -> Box:
         home = self.folder / name
         home.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "node", *arguments]
-        command += ["--home", str(home), "--name", name, "--listen", "127.0.0.1:0"]
+        command += ["--home", str(home), "--name", name, "--listen", f"{place.address}:0"]
         with open(home / "log", "a") as log:
             start = log.tell()
-            process = subprocess.Popen(
+            process = place.start(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C in the terminal is for us, and we end them in order
-                preexec_fn=die_with_parent,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
         return Box(name, home, process, start)

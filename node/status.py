@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from node.console import quantity, size
+from node.units import quantity, size
 from swarm.discovery import find_manifest
 from swarm.documents import Commit, Signed
 from swarm.exchange import CallFailed, Exchange
@@ -60,6 +60,7 @@ def summarise(manifest: Signed[Manifest], view: View, commit: Commit | None) -> 
         "round": commit.round if commit is not None else None,
         "loss": commit.loss if commit is not None and commit.round else None,
         "heldout_loss": commit.heldout_loss if commit is not None else None,
+        "utilisation": commit.busy if commit is not None else None,
         "tokens": commit.tokens if commit is not None else None,
         "state": commit.state if commit is not None else None,
         "experts": run.model.num_experts,
@@ -78,6 +79,9 @@ def _node(node: NodeId, record: NodeRecord, experts: Sequence[int], commit: Comm
         "experts": list(experts),
         "in_sync": commit is not None and record.digest == commit.state,
         "trained_tokens": record.trained_tokens,
+        "utilisation": record.utilisation,
+        "uplink": record.uplink,
+        "complaint": record.complaint,
         "sent": record.sent,
         "received": record.received,
         "addresses": list(record.addresses),
@@ -96,19 +100,26 @@ def as_text(summary: dict[str, Any]) -> str:
         f"experts {summary['experts_covered']}/{summary['experts']}",
         "",
         f"{'name':<18} {'id':<9} {'state':<10} {'round':>6} {'sync':<4} {'experts':<16} {'trained':>8} "
-        f"{'sent':>9} {'received':>9}",
+        f"{'busy':>5} {'sent':>9} {'received':>9}",
     ]
     for node in summary["nodes"]:
-        experts = "rendezvous" if node["role"] == "rendezvous" else ",".join(map(str, node["experts"])) or "-"
+        experts = node["role"] if node["role"] != "trainer" else ",".join(map(str, node["experts"])) or "-"
+        busy = f"{node['utilisation']:.0%}" if node["utilisation"] else "-"
         lines.append(
             f"{_clean(node['name'], 18):<18} {short(node['id']):<9} {node['state']:<10} {node['round']:>6} "
             f"{'yes' if node['in_sync'] else 'no':<4} {_clean(experts, 16):<16} {quantity(node['trained_tokens']):>8} "
-            f"{size(node['sent']):>9} {size(node['received']):>9}"
+            f"{busy:>5} {size(node['sent']):>9} {size(node['received']):>9}"
         )
+    complaints = [(node["name"], node["complaint"]) for node in summary["nodes"] if node["complaint"]]
+    if complaints:
+        lines += ["", *(f"{_clean(name, 18)} says of {_clean(complaint, 120)}" for name, complaint in complaints)]
     if not summary["nodes"]:
         lines.append("no node is there")
     missing = [e for e in range(summary["experts"]) if str(e) not in summary["leases"]]
-    if missing:
+    finished = run["rounds"] and number == run["rounds"]
+    if finished:
+        lines += ["", "the run is complete"]
+    elif missing:
         lines += [
             "",
             f"no node holds expert {', '.join(map(str, missing))}: join with another box, or allow more experts",

@@ -1,31 +1,32 @@
-"""The trainer process: holds the model on its device, trains one task at a time, and writes what it trained to files.
+"""The trainer process: holds the model on its device, trains one task at a time and ahead of the next one, and writes
+what it trained to files.
 
 It is started by the daemon with one end of a socket pair as its only argument, and ends when the other end closes.
 It never imports hivemind.
 """
 
-import hashlib
-import math
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 import torch
 
-from model.device import choose_device
+from model.device import choose_device, device_memory
 from model.engine import Engine
 from model.errors import SpesError
+from model.memory_plan import Device, MemoryPlan
+from model.optimizer import has_adam_8bit
+from model.settings import ComputeSettings, Dtype
 from node.channel import BlockingChannel, ChannelClosed
 from node.corpus import Corpus, check_fingerprint, load_corpus
+from node.local_training import LocalTraining
+from node.planning import choose_capacity, describe_memory, plan_for
+from node.tokens import check_tokenizer, open_encoder
+from node.trainer_messages import decode_task, encode_work
 from swarm.manifest import Manifest
-
-PROGRESS_SECONDS = 0.5
-"""The daemon hears of progress this often."""
 
 
 def main() -> None:
@@ -52,97 +53,76 @@ class Session:
         if opening["threads"]:
             torch.set_num_threads(opening["threads"])
         device, dtype, reason = choose_device(opening["device"])
-        self._corpus = _open_corpus(manifest, [Path(path) for path in opening["data"]])
-        self._rounds = manifest.round
-        self._engine = Engine(manifest.model, manifest.loss, manifest.optimizer, device=device, dtype=dtype)
+        plan = self._plan(manifest, device, dtype, opening)
+        capacity, capacity_reason = choose_capacity(manifest, plan, opening["experts"])
+        tokenizer = Path(opening["tokenizer"]) if opening["tokenizer"] else None
+        corpus = _open_corpus(manifest, [Path(path) for path in opening["data"]], tokenizer)
+        engine = Engine(manifest.model, manifest.loss, manifest.optimizer, compute=plan.compute, device=device)
+        self._training = LocalTraining(engine, corpus, manifest.round, channel)
         channel.send(
             {
                 "event": "ready",
                 "device": str(device),
-                "dtype": str(dtype).removeprefix("torch."),
-                "reason": reason,
-                "blocks": self._corpus.num_blocks,
+                "dtype": dtype,
+                "reason": f"{reason}; deterministic kernels" if plan.compute.deterministic else reason,
+                "capacity": capacity,
+                "capacity_reason": capacity_reason,
+                "memory": describe_memory(plan),
+                "savings": [f"{saving.what}: {saving.cost}" for saving in plan.savings],
+                "blocks": corpus.num_blocks,
             }
         )
 
+    def _plan(self, manifest: Manifest, device: torch.device, dtype: Dtype, opening: dict[str, Any]) -> MemoryPlan:
+        """What fits into the memory that is free now, or that this box gives. Nothing is allocated before."""
+        free = device_memory(device)
+        return plan_for(
+            manifest,
+            Device(
+                memory=min(free, opening["memory"] or free),
+                gpu=device.type == "cuda",
+                compute=ComputeSettings(dtype=dtype, deterministic=opening["deterministic"]),
+                adam_8bit=has_adam_8bit(),
+            ),
+            opening["experts"],
+        )
+
     def serve(self) -> None:
-        """Train what the daemon asks for. Raises ChannelClosed."""
+        """Do what the daemon asks for, and train ahead while it asks nothing. Raises ChannelClosed."""
         while True:
-            message = self._channel.receive()
-            if message["do"] == "train":
-                try:
-                    self._channel.send({"event": "trained", **self._train(message)})
-                except OSError as error:  # the disk; the channel has an error of its own
-                    where = f"{error.filename}: " if error.filename else ""
-                    text = (
-                        f"{where}{(error.strerror or str(error)).lower()}. Free space, or take another disk: --home DIR"
-                    )
-                    self._channel.send({"event": "refused", "error": text})
-
-    def _train(self, task: dict[str, Any]) -> dict[str, Any]:
-        """One task; see `swarm.trainer.Task` for its fields."""
-        engine, corpus = self._engine, self._corpus
-        engine.own(task["experts"])
-        for name, path in task["load"].items():
-            engine.load(name, np.memmap(path, dtype="<f4", mode="r"))
-        nats, tokens = self._evaluate(*task["heldout"])
-
-        batch = self._rounds.batch_blocks
-        blocks = task["blocks"]
-        first = (task["round"] - 1) * self._rounds.local_steps
-        losses: list[float] = []
-        failure = ""
-        started = told = time.monotonic()
-        for step in range(min(task["local_steps"], len(blocks) // batch)):
-            if self._channel.pending() or time.monotonic() - started > task["seconds"]:
-                break
             try:
-                loss = engine.train_step(corpus.blocks(blocks[step * batch : (step + 1) * batch]), first + step)
-            except FloatingPointError as error:
-                failure = str(error)
-                break
-            losses.append(loss.cross_entropy)
-            if time.monotonic() - told > PROGRESS_SECONDS:
-                told = time.monotonic()
-                self._channel.send({"event": "progress", "step": step + 1, "loss": loss.cross_entropy})
-        seconds = time.monotonic() - started
+                if self._training.has_ahead and not self._channel.pending():
+                    self._training.step_ahead()
+                else:
+                    self._answer(self._channel.receive())
+            except OSError as error:  # the disk; the channel has an error of its own
+                where = f"{error.filename}: " if error.filename else ""
+                text = f"{where}{(error.strerror or str(error)).lower()}. Free space, or take another disk: --home DIR"
+                self._channel.send({"event": "refused", "error": text})
+            except torch.OutOfMemoryError:
+                text = "the device has less memory than was free at the start"
+                remedy = "End what else uses it, or plan with less: --vram GB"
+                self._channel.send({"event": "refused", "error": f"{text}. {remedy}"})
 
-        counts = bool(losses) and not failure
-        return {
-            "failure": failure,
-            "steps": len(losses) if counts else 0,
-            "tokens": len(losses) * batch * corpus.block_tokens if counts else 0,
-            "used_blocks": len(losses) * batch if counts else 0,
-            "loss": sum(losses) / len(losses) if counts else 0.0,
-            "heldout_nats": nats,
-            "heldout_tokens": tokens,
-            "seconds": seconds,
-            "shards": self._write(Path(task["folder"])) if counts else {},
-        }
-
-    def _evaluate(self, start: int, stop: int) -> tuple[float, int]:
-        """Summed nats and number of predicted tokens over held-out blocks `start` to `stop`."""
-        if start == stop:
-            return 0.0, 0
-        nats, tokens = self._engine.evaluate(self._corpus.heldout_blocks(self._rounds.heldout_blocks)[start:stop])
-        return (nats, tokens) if math.isfinite(nats) else (0.0, 0)
-
-    def _write(self, folder: Path) -> dict[str, str]:
-        """Write the trained shards, each to a file named by its digest; returns the digest of each."""
-        digests = {}
-        for name in self._engine.trained_shards():
-            data = self._engine.read(name).astype("<f4", copy=False).tobytes()
-            digest = hashlib.sha256(data).hexdigest()
-            path = folder / digest
-            temporary = path.with_name(f".{digest}.part")
-            temporary.write_bytes(data)
-            temporary.rename(path)
-            digests[name] = digest
-        return digests
+    def _answer(self, message: dict[str, Any]) -> None:
+        match message["do"]:
+            case "train":
+                work, failure = self._training.train(decode_task(message["task"]))
+                answer = {"event": "trained", "work": encode_work(work), "failure": failure}
+            case "moments":
+                digests = self._training.write_moments(message["experts"], Path(message["folder"]))
+                answer = {"event": "moments", "digests": digests}
+            case _:
+                self._training.stop_ahead()
+                return
+        self._channel.send({**answer, "id": message["id"]})
 
 
-def _open_corpus(manifest: Manifest, files: list[Path]) -> Corpus:
-    corpus = load_corpus(manifest.data, manifest.seed, files)
+def _open_corpus(manifest: Manifest, files: list[Path], tokenizer: Path | None) -> Corpus:
+    encoder = open_encoder(manifest.data.tokenizer, manifest.model.vocab_size, tokenizer)
+    if manifest.data.source == "own":
+        check_tokenizer(encoder, manifest.data.fingerprint)
+    corpus = load_corpus(manifest.data, manifest.seed, files, encoder)
     check_fingerprint(corpus, manifest.data)
     return corpus
 

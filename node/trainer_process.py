@@ -6,13 +6,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from model.errors import SpesError, UserError
 from node.channel import AsyncChannel, ChannelClosed
+from node.trainer_messages import decode_work, encode_task
 from swarm.documents import canonical
 from swarm.lifeline import die_with_parent
 from swarm.manifest import Manifest
@@ -21,8 +22,14 @@ from swarm.trainer import Task, Work
 MAX_FAILURES = 3
 """Rounds in a row whose loss is not finite, after which the node stops instead of wasting power."""
 
-TRAINER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads that spin while they wait for one another make everything slow on a box that does something else, too."""
+TRAINER_ENVIRONMENT = {
+    # Threads that spin while they wait for one another make everything slow on a box that does something else, too.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # glibc would keep freed blocks of up to 32 MB, in the end half as much again as what the memory plan says.
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 20),
+}
+"""What a trainer gets unless the user's environment says otherwise."""
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +42,14 @@ class TrainerSettings:
     device: str = "auto"
     threads: int = 0
     """CPU threads of the trainer; 0 leaves the choice to torch."""
+    tokenizer: Path | None = None
+    """Folder of the run's tokenizer, if it is not to be looked for under its name."""
+    experts: int | None = None
+    """Most experts to train; None leaves the choice to the planner."""
+    memory: int | None = None
+    """Most bytes of the device's memory to use; None is what is free."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits every time."""
 
 
 class TrainerProcess:
@@ -47,11 +62,19 @@ class TrainerProcess:
         self.dtype = ""
         self.reason = ""
         """Why this device and dtype were chosen."""
+        self.capacity = 0
+        """Experts that it can train."""
+        self.capacity_reason = ""
+        self.memory = ""
+        """The memory it has planned, in one line."""
+        self.savings: list[str] = []
+        """What it gave up for memory, each with its cost."""
         self._process = process
         self._channel = channel
         self._on_progress = on_progress
-        self._current: dict[str, str] = {}
-        """Digest of the values that the trainer holds, by shard."""
+        self._turn = asyncio.Lock()
+        """The trainer is asked one thing at a time."""
+        self._asked = 0
         self._failures = 0
 
     @classmethod
@@ -87,6 +110,10 @@ class TrainerProcess:
                 "data": [str(path) for path in settings.data],
                 "device": settings.device,
                 "threads": settings.threads,
+                "tokenizer": str(settings.tokenizer) if settings.tokenizer else None,
+                "experts": settings.experts,
+                "memory": settings.memory,
+                "deterministic": settings.deterministic,
             }
         )
         try:
@@ -98,47 +125,42 @@ class TrainerProcess:
             await trainer.close()
             raise UserError(answer["error"])
         trainer.device, trainer.dtype, trainer.reason = answer["device"], answer["dtype"], answer["reason"]
+        trainer.capacity, trainer.capacity_reason = answer["capacity"], answer["capacity_reason"]
+        trainer.memory, trainer.savings = answer["memory"], answer["savings"]
         return trainer
 
     async def train(self, task: Task) -> Work:
         """Train one task. Raises SpesError when the trainer has ended, or its loss is not finite again and again."""
-        load = {
-            name: str(path)
-            for name, (digest, path) in task.shards.items()
-            if self._current.get(name) != digest and not (name in task.carried and name in self._current)
-        }
-        self._channel.send(
-            {
-                "do": "train",
-                "round": task.round,
-                "experts": list(task.experts),
-                "load": load,
-                "blocks": list(task.blocks),
-                "heldout": list(task.heldout),
-                "local_steps": task.local_steps,
-                "seconds": task.seconds,
-                "folder": str(task.folder),
-            }
-        )
-        while (answer := await self._receive())["event"] == "progress":
-            self._on_progress(answer["step"], answer["loss"])
-        if answer["event"] == "refused":
-            raise UserError(answer["error"])
-        self._current |= {name: task.shards[name][0] for name in load}
-        if answer["failure"]:
-            self._current.clear()  # whatever happened in there, the next round starts from the committed state
-        self._current |= answer["shards"]
+        try:
+            answer = await self._ask({"do": "train", "task": encode_task(task)})
+        except asyncio.CancelledError:
+            self.stop()
+            raise
         self._count_failure(answer["failure"])
-        return Work(
-            tokens=answer["tokens"],
-            steps=answer["steps"],
-            used_blocks=answer["used_blocks"],
-            loss=answer["loss"],
-            heldout_nats=answer["heldout_nats"],
-            heldout_tokens=answer["heldout_tokens"],
-            seconds=answer["seconds"],
-            shards=answer["shards"],
-        )
+        return decode_work(answer["work"])
+
+    async def moments(self, experts: Collection[int], folder: Path) -> dict[str, str]:
+        """Digests of the files with the moments of these experts; see `swarm.trainer.Trainer`."""
+        answer = await self._ask({"do": "moments", "experts": list(experts), "folder": str(folder)})
+        digests: dict[str, str] = answer["digests"]
+        return digests
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message and wait for its answer. Raises SpesError."""
+        async with self._turn:
+            self._asked += 1
+            self._channel.send({**message, "id": self._asked})
+            while True:
+                answer = await self._receive()
+                match answer["event"]:
+                    case "progress":
+                        self._on_progress(answer["step"], answer["loss"])
+                    case "warning":
+                        log.warning(answer["text"])
+                    case "refused":
+                        raise UserError(answer["error"])
+                    case _ if answer["id"] == self._asked:  # another one belongs to a question that was given up
+                        return answer
 
     def _count_failure(self, failure: str) -> None:
         self._failures = self._failures + 1 if failure else 0
@@ -148,7 +170,7 @@ class TrainerProcess:
             raise SpesError(f"{failure}, {MAX_FAILURES} rounds in a row. Lower optimizer.learning_rate in a new run")
 
     def stop(self) -> None:
-        """End the current training after the step it is in."""
+        """End the current training, also what is trained ahead, after the step it is in."""
         self._channel.send({"do": "stop"})
 
     async def _receive(self) -> dict[str, Any]:
@@ -172,5 +194,5 @@ class TrainerProcess:
 
 def _why(status: int) -> str:
     if status == -signal.SIGKILL:
-        return "the trainer was killed, most likely for want of memory. Give it fewer experts: --experts N"
+        return "the trainer was killed, most likely for want of memory. Plan with less: --vram GB, or --experts N"
     return f"the trainer ended unexpectedly (status {status}); its last words are above"

@@ -1,8 +1,8 @@
 """The board: documents of the rounds in progress as they arrive, and a way to wait for them."""
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from swarm.documents import Commit, Contribution, Document, Leave, Plan, Reduction, Signed
 
@@ -24,9 +24,11 @@ class Board:
         """By round and digest of the plan, then by node."""
         self.reductions: dict[tuple[int, str], dict[str, Signed[Reduction]]] = {}
         """By round and digest of the plan, then by node."""
-        self.lost: set[str] = set()
-        """Nodes that do not answer any more, in this round."""
+        self.lost: dict[str, int] = {}
+        """Nodes that do not answer, until they are heard of again; with the round of this node's head at the loss."""
         self._left: dict[str, int] = {}
+        self._verdicts: dict[str, bool] = {}
+        """What was found of documents, by digest; true as long as the head does not move."""
         self.committed = 0
         """Round of this node's head."""
         self._changed = asyncio.Event()
@@ -34,6 +36,7 @@ class Board:
     def post(self, signed: Signed[Document]) -> str:
         """Take a document; returns why it is refused, or an empty string."""
         document = signed.document
+        self.hear(signed.signer)
         if isinstance(document, Leave):
             self._left[document.node] = max(document.round, self._left.get(document.node, 0))
         elif isinstance(document, Plan | Commit | Contribution | Reduction):
@@ -56,19 +59,49 @@ class Board:
         self.notify()
         return ""
 
+    def of(self, kind: str, number: int, author: str) -> list[Signed[Any]]:
+        """The documents of one kind that one node has signed in a round; several when they are about several plans."""
+        places: list[Mapping[str, Signed[Any]]] = []
+        match kind:
+            case "plan":
+                places = [self.plans.get(number, {})]
+            case "commit":
+                places = [self.commits.get(number, {})]
+            case "contribution":
+                places = [found for (round_, _), found in self.contributions.items() if round_ == number]
+            case "reduction":
+                places = [found for (round_, _), found in self.reductions.items() if round_ == number]
+        return [found[author] for found in places if author in found]
+
+    def verdict(self, digest: str, judge: Callable[[], bool]) -> bool:
+        """Whether a document is sound: judged once, and not again at every look."""
+        if digest not in self._verdicts:
+            self._verdicts[digest] = judge()
+        return self._verdicts[digest]
+
     def excused(self, node: str, number: int) -> bool:
         """Whether nobody should wait for a node in a round: it has left, or does not answer."""
         return node in self.lost or self._left.get(node, -1) >= number - 1
 
+    def hear(self, node: str) -> None:
+        """Note that a node is there."""
+        self.lost.pop(node, None)
+
+    def see(self, node: str, number: int) -> None:
+        """Note which round a node's record tells that it holds: one that was committed after it was lost shows that it
+        lives."""
+        if self.lost.get(node, number) < number:
+            self.hear(node)
+
     def lose(self, node: str) -> None:
         """Note that a node does not answer."""
-        self.lost.add(node)
+        self.lost.setdefault(node, self.committed)
         self.notify()
 
     def advance(self, committed: int) -> None:
         """The head is now `committed`: forget what belongs to it and to earlier rounds."""
         self.committed = committed
-        self.lost.clear()
+        self._verdicts.clear()
         for plans in (self.plans, self.commits):
             for number in [n for n in plans if n <= committed]:
                 del plans[number]

@@ -15,7 +15,8 @@ from model.settings import Settings
 from swarm.identity import Identity, NodeId, node_id_of, verify
 from swarm.manifest import Manifest
 
-MAX_DOCUMENT_BYTES = 1 << 20
+MAX_DOCUMENT_BYTES = 3 << 19
+"""A unary call of hivemind carries less than 2 MiB."""
 _DOMAIN = b"spes-document/1\n"
 """What the signature covers besides the body: a signature made for another purpose is never a document."""
 
@@ -24,8 +25,11 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Node = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{46,64}$")]
 ShardName = Annotated[str, Field(pattern=r"^[a-z0-9.]{1,64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+Size = Annotated[int, Field(gt=0, lt=2**63)]
+"""Bytes of what can be fetched."""
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Nats = Annotated[float, Field(ge=0, le=1e15)]
+Part = Annotated[float, Field(ge=0, le=1)]
 Blocks = tuple[Count, Count]
 """Half-open range of block ids."""
 
@@ -37,15 +41,24 @@ class ShardState(Settings):
     """Round that produced these values."""
     digest: Digest
     """Of the values: little-endian fp32."""
-    size: Count
-    """Bytes of the values."""
+    size: Size
+    """Of the values."""
+
+
+class Encoded(Settings):
+    """Bytes that travel: a shard in the run's encoding, see `swarm.codec`."""
+
+    digest: Digest
+    size: Size
 
 
 class Member(Settings):
     """What the plan asks of one roster member."""
 
     blocks: tuple[Blocks, ...]
-    """Training blocks, in the order of use."""
+    """Training blocks, in the order of use: those for `steps`, and with overlap those to go on with afterwards."""
+    steps: Count
+    """Local steps after which it hands in, fewer for a slow node."""
     heldout: Blocks
     """Held-out blocks to evaluate before training."""
 
@@ -68,7 +81,9 @@ class Plan(Document):
     roster: dict[Node, Member]
     owners: dict[Node, tuple[Count, ...]]
     """Experts of each owner."""
-    local_steps: Count
+    uplinks: dict[Node, Count]
+    """Every node that holds the base, or is about to, and the bytes/s it can send as far as is known, 0 if not: who
+    reduces what, and who passes results on to whom, follows from it."""
     train_seconds: Seconds
     """Training ends after this time whatever was reached, counted from the plan's arrival."""
     reduce_seconds: Seconds
@@ -91,13 +106,19 @@ class Contribution(Document):
     heldout_nats: Nats
     heldout_tokens: Count
     train_seconds: Seconds
-    shards: dict[ShardName, Digest]
+    """From the plan to the end of the training that is handed in."""
+    busy: Part
+    """Share of the time since it last handed in that the node spent in training steps; 0 when that is not known."""
+    shards: dict[ShardName, Encoded]
 
 
 class Result(Settings):
     """The average of one shard."""
 
-    digest: Digest
+    encoded: Encoded
+    """What everybody fetches."""
+    values: Digest
+    """Of the new values, as they are when `encoded` is applied to the state before."""
     contributors: tuple[Node, ...]
 
 
@@ -118,13 +139,24 @@ class Share(Settings):
     steps: Count
 
 
+class Update(Settings):
+    """How a shard came to its new values in a round."""
+
+    encoded: Encoded
+    reducer: Node
+    without: tuple[Node, ...] = ()
+    """Nodes whose share counted, but whose contribution to this shard did not: they keep their delta."""
+
+
 class Ledger(Settings):
     """Where the swarm stands in the sequence of blocks."""
 
     cursor: Count = 0
     """First block that was never handed out."""
     returned: tuple[Blocks, ...] = ()
-    """Blocks handed out and given back unused, in order."""
+    """Blocks handed out to nodes that are gone and not used, in ascending order."""
+    reserved: dict[Node, tuple[Blocks, ...]] = {}
+    """Blocks handed to a node that it has not used yet; its next plan begins with them."""
 
 
 class Commit(Document):
@@ -138,8 +170,8 @@ class Commit(Document):
     """Digest of the plan that this commit fulfils; empty for the genesis."""
     leader: Node
     shards: dict[ShardName, ShardState]
-    holders: dict[ShardName, Node]
-    """Who certainly has the new values of a shard: its reducer."""
+    updates: dict[ShardName, Update]
+    """Of the shards that changed; the others were carried."""
     owners: dict[Node, tuple[Count, ...]]
     shares: dict[Node, Share]
     """Nodes whose contribution counted."""
@@ -153,12 +185,26 @@ class Commit(Document):
     heldout_loss: Nats | None
     """Nats per token on held-out text, of the state this round started from."""
     train_seconds: Seconds
-    reduce_seconds: Seconds
+    """From the plan to the last contribution."""
+    reduce_seconds: tuple[Seconds, ...]
+    """From the last contribution to the commit, in this round and a few before it, this one last."""
+    busy: Part
+    """Utilisation: the share of its time that a node spent in training steps, mean over the contributors; 0 where that
+    is not known."""
 
     @property
     def state(self) -> str:
         """Digest of the whole model state: what every synchronised node reports."""
         return state_digest({name: shard.digest for name, shard in self.shards.items()})
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """Shards that kept the version they had."""
+        return tuple(name for name, shard in self.shards.items() if shard.version < self.round)
+
+    def counts(self, node: NodeId, name: str) -> bool:
+        """Whether the new values of a shard contain what this node handed in."""
+        return node in self.shares and name in self.updates and node not in self.updates[name].without
 
     @property
     def experts_covered(self) -> frozenset[int]:
@@ -172,6 +218,8 @@ class Leave(Document):
     kind: Literal["leave"] = "leave"
     node: Node
     round: Count
+    moments: dict[ShardName, Encoded] = {}
+    """The optimiser's moments of its experts, for those who train them next; it serves them for a little while."""
 
 
 DOCUMENTS: dict[str, type[Document]] = {

@@ -37,6 +37,8 @@ class RoundLine:
     experts: int
     carried: int
     """Shards that kept their version."""
+    utilisation: float
+    """Share of their time that the nodes spent in training steps."""
     bytes_moved: int
     """Shards and documents that nodes have sent so far, as they have told while this node was here."""
     seconds: float
@@ -72,7 +74,8 @@ class History:
             missing=len(document.missing),
             covered=len(document.experts_covered),
             experts=self._experts,
-            carried=sum(shard.version < document.round for shard in document.shards.values()),
+            carried=len(document.carried),
+            utilisation=document.busy,
             bytes_moved=self._count(view),
             seconds=seconds,
         )

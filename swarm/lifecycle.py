@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from swarm.participant import Participant
+from swarm.participant import HANDOVER_SECONDS, Participant
 
-GOODBYE_SECONDS = 5.0
+GOODBYE_SECONDS = 5.0 + HANDOVER_SECONDS
 """Time for saying goodbye after the first signal; a second signal ends the process at once."""
 
 

@@ -35,28 +35,34 @@ class NodeRecord(Settings):
     protocol: Count = PROTOCOL
     version: str = Text
     name: str = Text
-    role: Literal["trainer", "rendezvous"]
-    state: State
-    reason: str = Text
+    role: Literal["trainer", "rendezvous", "seed"]
+    state: State = "starting"
+    reason: str = Field(default="", max_length=120)
     """Why the node is in this state, as a sentence."""
     addresses: tuple[str, ...] = Field(max_length=4)
-    round: Count
+    round: Count = 0
     """Last commit this node holds completely."""
-    commit: str = Field(max_length=64)
+    commit: str = Field(default="", max_length=64)
     """Digest of that commit."""
-    digest: str = Field(max_length=64)
+    digest: str = Field(default="", max_length=64)
     """Digest of the model state, computed from the shards on this node's disk."""
-    tokens: Count
+    tokens: Count = 0
     """Tokens of the run up to that commit: of two chains the one with more wins."""
-    capacity: Count
+    capacity: Count = 0
     """Experts this node can train."""
-    device: str = Text
-    seconds_per_step: float = Field(ge=0)
-    trained_tokens: Count
+    device: str = Field(default="", max_length=120)
+    seconds_per_step: float = Field(default=0.0, ge=0)
+    utilisation: float = Field(default=0.0, ge=0, le=1)
+    """Share of its time that it spent in training steps between its last two contributions."""
+    complaint: str = Field(default="", max_length=120)
+    """What a peer did wrong, as this node saw it last; empty when none did."""
+    uplink: Count = 0
+    """Bytes/s that it can send, as measured while it served its peers, see `steady_rate`; 0 until it is known."""
+    trained_tokens: Count = 0
     """Tokens this node has trained since it started."""
-    sent: Count
+    sent: Count = 0
     """Bytes of shards and documents sent since the start."""
-    received: Count
+    received: Count = 0
 
 
 class LeaseRecord(Settings):
@@ -72,6 +78,13 @@ class View:
 
     nodes: Mapping[NodeId, NodeRecord] = field(default_factory=dict)
     leases: Mapping[NodeId, tuple[int, ...]] = field(default_factory=dict)
+
+    def without(self, node: NodeId) -> "View":
+        """The view when a node is gone."""
+        return View(
+            {other: record for other, record in self.nodes.items() if other != node},
+            {other: experts for other, experts in self.leases.items() if other != node},
+        )
 
     def present(self) -> dict[NodeId, NodeRecord]:
         """Nodes that have not said goodbye."""
@@ -89,6 +102,20 @@ class View:
                 for expert in experts:
                     found.setdefault(expert, []).append(node)
         return found
+
+
+STEADY = 0.75
+"""A rate that is at least this part of another is told as if it were the same."""
+
+
+def steady_rate(told: int, measured: float) -> int:
+    """What to tell of a rate: small changes of a measurement must not change who does what.
+
+    Args:
+        told: bytes/s that were told last; 0 for none.
+        measured: bytes/s.
+    """
+    return told if STEADY * told <= measured <= told / STEADY else int(measured)
 
 
 R = TypeVar("R", bound=Settings)
@@ -214,7 +241,9 @@ class Membership:
     async def _look_around(self) -> None:
         while True:
             view = await self.refresh()
-            if missing := set(self.network.book.contacts) - set(view.nodes):
+            # p2pd finds few peers by itself, and a record says where its node is
+            there = view.nodes.keys() & await self.network.connected()
+            if missing := self.network.book.contacts.keys() - there:
                 await self.network.redial(missing)
             await asyncio.sleep(self._lease_seconds / BEATS_PER_LEASE)
 

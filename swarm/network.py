@@ -137,8 +137,10 @@ class AddressBook:
         before = self.addresses()
         for node, addresses in seen.items():
             if addresses:
-                self.contacts.pop(node, None)
-                self.contacts[node] = Contact(tuple(addresses))
+                known = self.contacts.pop(node, None)
+                if known is None or known.addresses != tuple(addresses):
+                    known = Contact(tuple(addresses))
+                self.contacts[node] = known
         while len(self.contacts) > MAX_BOOK:
             del self.contacts[next(iter(self.contacts))]
         after = self.addresses()
@@ -276,9 +278,17 @@ class Network:
             return {}
         return {owner_of(subkey): item.value for subkey, item in records.items() if isinstance(item.value, bytes)}
 
+    async def connected(self) -> set[NodeId]:
+        """The peers that a connection is open to; empty when p2pd does not answer in time."""
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                return {NodeId(peer.peer_id.to_base58()) for peer in await self.p2p.list_peers()}
+        except Exception as error:  # noqa: BLE001 - as in store
+            log.debug("list of peers: %s", error or type(error).__name__)
+            return set()
+
     async def redial(self, missing: Iterable[NodeId]) -> int:
-        """Dial peers of the address book that are not seen any more, each with growing pauses; returns how many
-        answer."""
+        """Dial peers of the address book, each with growing pauses; returns how many answer."""
         now = asyncio.get_running_loop().time()
         due = [(n, self.book.contacts[n]) for n in missing if n in self.book.contacts and n != self.node_id]
         answered = sum(await asyncio.gather(*[self._dial(node, c, now) for node, c in due if c.next_try <= now]))

@@ -4,25 +4,30 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from swarm.board import Board
-from swarm.collect import collect_results
+from swarm.collect import Collector
 from swarm.context import Context
-from swarm.documents import Commit, Document, Leave, Plan, Signed
-from swarm.exchange import Exchange
+from swarm.documents import Commit, Contribution, Document, Encoded, Leave, Plan, Reduction, Signed
+from swarm.exchange import PROGRESS_SECONDS, Exchange
 from swarm.identity import Identity
-from swarm.leader import standing
-from swarm.lease import settle
+from swarm.inheritance import Inheritance
+from swarm.leader import claims
 from swarm.manifest import Manifest
-from swarm.membership import Membership, NodeRecord, State, View
+from swarm.membership import Membership, NodeRecord, State, View, steady_rate
 from swarm.network import Network
-from swarm.patience import LOOK_SECONDS, names
+from swarm.patience import LOOK_SECONDS, names, short
 from swarm.planner import Planner, accepted_commit, accepted_plan
+from swarm.progress import HandedIn, Utilisation
 from swarm.replica import Replica, Unobtainable
+from swarm.residuals import Residuals
 from swarm.round import Round
 from swarm.store import ShardStore
 from swarm.trainer import Trainer
 
+HANDOVER_SECONDS = 10.0
+"""A node that leaves serves its moments to those who take over, at most this long."""
 FAREWELL_SECONDS = 20.0
 """After the last round a node serves its peers until they have the final state, at most this long."""
 
@@ -56,9 +61,13 @@ class Participant:
         self.manifest = manifest.document
         self.run_id = manifest.digest
         self.board = Board()
-        self.exchange = Exchange(network, self.run_id, self)
+        margin = self.manifest.round.margin_seconds
+        self.exchange = Exchange(
+            network, self.run_id, self, progress_seconds=min(PROGRESS_SECONDS, max(2.0, margin / 2))
+        )
+        self.exchange.on_served = self.board.notify  # a result that a peer has may be committed
         self.membership = Membership(network, manifest, record, lambda: (self.exchange.sent, self.exchange.received))
-        self.replica = Replica(store, self.exchange, self.membership)
+        self.replica = Replica(store, self.exchange, self.membership, self.manifest.encoding)
         self._context = Context(
             manifest=self.manifest,
             run_id=self.run_id,
@@ -67,6 +76,9 @@ class Participant:
             exchange=self.exchange,
             membership=self.membership,
             replica=self.replica,
+            residuals=Residuals(store.folder / "residuals"),
+            utilisation=Utilisation(),
+            inheritance=Inheritance(store, self.exchange),
             tell=self._tell,
         )
         self._manifest_wire = manifest.wire
@@ -75,8 +87,14 @@ class Participant:
         self._on_commit = on_commit
         self._on_state = on_state
         self._round_started: float | None = None
+        self._round: Round | None = None
+        """The last round this node took part in, until its commit is here."""
+        self._handed_in: HandedIn | None = None
+        """This node's last contribution."""
         self._given_up: set[str] = set()
         """Plans whose whole roster is gone, or that led to nothing here."""
+        self._corrected: set[tuple[str, str]] = set()
+        """Nodes that were given a plan because they went by another one, with its digest."""
         self._idle: State = "waiting" if trainer is not None else "following"
         """The state of this node when it does nothing itself."""
         self._patience = self._context.patience(lambda text: self._tell(self._idle, text))
@@ -85,16 +103,41 @@ class Participant:
 
     def receive(self, signed: Signed[Document]) -> str:
         """Put a posted document on the board."""
-        return self.board.post(signed)
+        if self.replica.store.head is None:
+            return self.board.post(signed)
+        if isinstance(signed.document, Leave):
+            self._inherit(signed.document)
+        refusal = self.board.post(signed)
+        if not refusal:
+            self._correct(signed)
+        return refusal
 
-    def document(self, kind: str, number: int) -> bytes | None:
-        """Give a document: the manifest, a commit of the chain, or the plan of the round in progress."""
+    def _correct(self, signed: Signed[Document]) -> None:
+        """Give the plan that counts to a peer that goes by another one: it may never have got it."""
+        match signed.document:
+            case Plan():
+                named = signed.digest
+            case Contribution() | Reduction():
+                named = signed.document.plan
+            case _:
+                return
+        plan = self._find_plan()
+        if plan is not None and plan.digest != named and (signed.signer, plan.digest) not in self._corrected:
+            self._corrected.add((signed.signer, plan.digest))  # two that do not agree must not go on for ever
+            self.exchange.post([signed.signer], plan)
+
+    def document(self, kind: str, number: int, author: str) -> bytes | None:
+        """Give a document: the manifest, a commit of the chain, or one of the round in progress: any plan if no author
+        is named, else what that node has handed in or announced, or this one if none is named."""
         if kind == "manifest":
             return self._manifest_wire
         if kind == "commit":
             return self.replica.store.commit_wire(number)
-        plans = self.board.plans.get(number, {}) if kind == "plan" else {}
-        return next((plan.wire for plan in plans.values()), None)
+        if kind == "plan" and not author:
+            found: list[Signed[Any]] = list(self.board.plans.get(number, {}).values())
+        else:
+            found = self.board.of(kind, number, author or self._me)
+        return found[-1].wire if found else None
 
     def object(self, digest: str) -> Path | None:
         """Where an object is."""
@@ -123,12 +166,43 @@ class Participant:
         return 0 < self.manifest.round.total <= self.replica.head.document.round
 
     async def leave(self) -> None:
-        """Tell everybody that nobody should wait for this node, and withdraw its lease."""
+        """Tell everybody that nobody should wait for this node, withdraw its leases, and hand over what only it has of
+        its experts, the optimiser's moments, to those who train them next."""
         head = self.replica.store.head
         number = head.document.round if head is not None else 0
+        moments = await self._moments_for_others() if head is not None else {}
         await self.membership.say_goodbye()
-        self._context.publish(Leave(run=self.run_id, node=self._me, round=number))
+        self._context.publish(Leave(run=self.run_id, node=self._me, round=number, moments=moments))
         await self.exchange.flush()
+        if moments:
+            digests = {offer.digest for offer in moments.values()}
+            await self.exchange.until_served(digests, min(HANDOVER_SECONDS, self.manifest.round.margin_seconds))
+
+    async def _moments_for_others(self) -> dict[str, Encoded]:
+        """The moments of the experts that somebody else has room for, in files that peers can fetch."""
+        head, view = self.replica.head.document, self.membership.view
+        capacity = {node: record.capacity for node, record in view.trainers().items() if node != self._me}
+        if self._trainer is None or not capacity:
+            return {}
+        heirs = claims(self.manifest, self.run_id, head, capacity, view.without(self._me).holders())
+        wanted = {expert for experts in heirs.values() for expert in experts} & set(self.membership.experts)
+        folder = self.replica.store.scratch(head.round + 1)
+        offered = {}
+        for name, digest in (await self._trainer.moments(tuple(sorted(wanted)), folder)).items():
+            self.replica.store.place(folder / digest)
+            offered[name] = Encoded(digest=digest, size=(folder / digest).stat().st_size)
+        return offered
+
+    def _inherit(self, leave: Leave) -> None:
+        """Fetch the moments of the experts that fall to this node when another one leaves."""
+        if self._trainer is None or not leave.moments or leave.node == self._me:
+            return
+        head, view = self.replica.head.document, self.membership.view.without(leave.node)
+        capacity = {node: record.capacity for node, record in view.trainers().items()}
+        capacity[self._me] = self.membership.record.capacity
+        heirs = claims(self.manifest, self.run_id, head, capacity, view.holders())
+        mine = set(heirs[self._me]) - set(self.membership.experts)
+        self._context.inheritance.accept(leave, mine, head)
 
     async def _synchronise(self) -> None:
         """Get the newest state that any peer has."""
@@ -149,13 +223,8 @@ class Participant:
         view = self.membership.view
         capacity = {node: record.capacity for node, record in view.trainers().items()}
         capacity[self._me] = self.membership.record.capacity
-        owner = settle(
-            self.run_id,
-            self.manifest.model.num_experts,
-            capacity,
-            standing(self.replica.head.document, view.holders(), self.run_id),
-        )
-        self.membership.lease(tuple(sorted(expert for expert, node in owner.items() if node == self._me)))
+        mine = claims(self.manifest, self.run_id, self.replica.head.document, capacity, view.holders())[self._me]
+        self.membership.lease(mine)
 
     async def _advance(self) -> None:
         """From one commit to the next."""
@@ -166,9 +235,9 @@ class Participant:
         commit: Signed[Commit] | None
         if self._trainer is not None and self._me in plan.document.roster:
             self.membership.lease(plan.document.owners.get(self._me, ()))
-            this_round = Round(self._context, plan, self._trainer)
-            commit = await this_round.run()
-            self._account(this_round)
+            self._round = Round(self._context, plan, self._trainer, self._handed_in, self._find_plan)
+            commit = await self._round.run()
+            self._handed_in = self._round.handed_in
         else:
             self._tell("following", f"round {plan.document.round} is in progress without this node")
             commit = await self._watch(plan)
@@ -191,7 +260,18 @@ class Participant:
         self._moved()
 
     async def _catch_up(self) -> None:
+        before = self.replica.head
         if await self.replica.catch_up():
+            after = self.replica.head.document
+            if after.round <= before.document.round or (
+                after.round == before.document.round + 1 and after.parent != before.digest
+            ):
+                log.warning(
+                    "the others went on without round %d of this node: it now has round %d of their chain, which has "
+                    "more tokens; the blocks it trained since they parted are trained again",
+                    before.document.round,
+                    after.round,
+                )
             self._moved()
 
     def _moved(self) -> None:
@@ -199,16 +279,23 @@ class Participant:
         head = self.replica.head
         self.board.advance(head.document.round)
         self._given_up.clear()
+        self._corrected.clear()
+        if self._round is not None:
+            self._round.settle(head.document)
+            self._round = None
+        self._account(head.document)
         now = asyncio.get_running_loop().time()
         self._on_commit(head, self.membership.view, now - (self._round_started or now))
         self._round_started = now
 
-    def _account(self, this_round: Round) -> None:
-        work = this_round.work
-        if work is not None and work.steps:
+    def _account(self, commit: Commit) -> None:
+        """Tell in this node's record what it did in the round."""
+        if self._me in commit.shares and self._handed_in is not None:
             self.membership.note(
-                seconds_per_step=work.seconds / work.steps,
-                trained_tokens=self.membership.record.trained_tokens + work.tokens,
+                seconds_per_step=self._handed_in.work.seconds_per_step,
+                utilisation=self._context.utilisation.last,
+                trained_tokens=self.membership.record.trained_tokens + commit.shares[self._me].tokens,
+                uplink=steady_rate(self.membership.record.uplink, self.exchange.upload_rate),
             )
 
     # plans
@@ -218,6 +305,7 @@ class Participant:
         self._tell(self._idle, f"round {self.replica.head.document.round + 1} is being planned")
         head = self.replica.head.digest
         await self._catch_up()  # whoever was away must not go on alone where the others have left
+        await self._give_way()
         if self.replica.head.digest != head:
             return None
         lead = asyncio.create_task(Planner(self._context).run()) if self._trainer is not None else None
@@ -227,6 +315,8 @@ class Participant:
                     return plan
                 if lead is not None and lead.done():
                     lead.result()  # an error in it is this node's error
+                    if self._find_plan() is None:
+                        return None  # it was asleep: look around first
                 if (commit := self._find_commit()) is not None:
                     await self._adopt(commit, list(commit.document.owners))
                 else:
@@ -237,6 +327,22 @@ class Participant:
             if lead is not None:
                 lead.cancel()
 
+    async def _give_way(self) -> None:
+        """Let a chain pass that is the heavier one, and only behind because its round ends later.
+
+        Two halves of a swarm that find each other again would otherwise go on side by side, each of them ahead whenever
+        it looks.
+        """
+        head, loop = self.replica.head, asyncio.get_running_loop()
+        usual = head.document.train_seconds + max(head.document.reduce_seconds, default=0.0)
+        deadline = loop.time() + usual + self._context.margin
+        while self.replica.head.digest == head.digest and (rival := self.replica.rival()) is not None:
+            if (left := deadline - loop.time()) <= 0:
+                return
+            self._tell(self._idle, f"{short(rival)} has the better chain; waiting for its round, at most {left:.0f} s")
+            await self.board.changed(LOOK_SECONDS)
+            await self._catch_up()
+
     def _find_plan(self) -> Signed[Plan] | None:
         return accepted_plan(self._context, self._given_up)
 
@@ -246,13 +352,16 @@ class Participant:
     async def _watch(self, plan: Signed[Plan]) -> Signed[Commit] | None:
         """The commit of a round this node is not part of; None when it should look for a newer head instead."""
         async with asyncio.TaskGroup() as group:
-            collecting = group.create_task(collect_results(plan.document.round, plan.digest, self.replica, self.board))
+            collector = Collector(self._context, plan.document, plan.digest)
+            collecting = group.create_task(collector.run())
             commit = await self._patience.wait(
                 self._find_commit,
-                what="the commit",
+                what="commit",
                 whom=lambda: plan.document.roster,
                 seconds=self.manifest.round.margin_seconds,
             )
+            if commit is not None:
+                await collector.complete(commit.document)
             collecting.cancel()
         return commit
 

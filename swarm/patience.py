@@ -1,41 +1,74 @@
 """Waiting for peers: with a deadline, by name, and never for one that is gone."""
 
 import asyncio
+import logging
+import random
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from swarm.board import Board
-from swarm.exchange import CallFailed, Exchange
+from swarm.exchange import CALL_SECONDS, CallFailed, Exchange
+
+Kind = Literal["plan", "contribution", "reduction", "commit"]
+WORDS: dict[Kind, str] = {
+    "plan": "the plan",
+    "contribution": "the contributions",
+    "reduction": "the results",
+    "commit": "the commit",
+}
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 LOOK_SECONDS = 1.0
 """Peers that are waited for are pinged this often."""
+ASLEEP_SECONDS = 10.0
+"""A node that has not looked for this long was stopped: its deadlines have passed without its having waited."""
 FAILURES = 2
 """A peer that does not answer this many pings in a row is lost for the round."""
+WITNESSES = 2
+"""Others that are asked for a document of a peer that does not answer."""
 
 
 class Patience:
     """Waits for others on behalf of one node."""
 
-    def __init__(self, board: Board, exchange: Exchange, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        board: Board,
+        exchange: Exchange,
+        margin: float,
+        present: Callable[[], Collection[str]],
+        tell: Callable[[str], None],
+    ) -> None:
+        """Args:
+        board, exchange: the node's.
+        margin: seconds that a dead or slow peer may cost.
+        present: the nodes that are there, as far as is known.
+        tell: shows people what is waited for.
+        """
         self._board = board
+        self._answer_seconds = min(CALL_SECONDS, max(2.0, margin / 5))
+        """A ping that is not answered within this time has failed: two of them take less than the margin."""
         self._exchange = exchange
+        self._present = present
         self._tell = tell
-        """Shows people what is waited for."""
         self._failures: dict[str, int] = {}
         """Unanswered pings in a row, by node."""
 
     async def wait(
-        self, ready: Callable[[], T | None], *, what: str, whom: Callable[[], Collection[str]], seconds: float
+        self, ready: Callable[[], T | None], *, what: Kind, whom: Callable[[], Collection[str]], seconds: float
     ) -> T | None:
         """Wait until `ready` returns something.
 
-        Peers that are waited for and do not answer are marked as lost on the board, which may make `ready` true.
+        Peers that are waited for are asked for the document, in case its delivery was lost, and others in place of
+        those that do not answer; if these have no news either, the peer is marked as lost on the board. Either may
+        make `ready` true.
 
         Args:
             ready: looks at the board; None means not yet.
-            what: what is waited for, for people.
+            what: the kind of document that is waited for.
             whom: ids of the nodes that are waited for now.
             seconds: the deadline.
 
@@ -49,29 +82,58 @@ class Patience:
             if left <= 0:
                 return None
             waiting = [node for node in whom() if node not in self._board.lost]
-            self._tell(f"waiting for {what} of {names(waiting)}, at most {left:.0f} s more")
-            await self.look(waiting)
+            self._tell(f"waiting for {WORDS[what]} of {names(waiting)}, at most {left:.0f} s more")
+            await self.look(waiting, what)
         return found
 
-    async def look(self, nodes: Collection[str]) -> None:
-        """Ping nodes once; those that have not answered FAILURES times in a row are marked as lost on the board."""
+    async def look(self, nodes: Collection[str], what: Kind) -> None:
+        """Ping nodes once, and ask them for a document of the round in progress; those that have not answered FAILURES
+        times in a row are marked as lost on the board."""
         others = [node for node in nodes if node != self._exchange.network.node_id]
-        answers = await asyncio.gather(*[self._answers(node) for node in others])
+        answers = await asyncio.gather(*[self._answers(node, what) for node in others])
         for node, answered in zip(others, answers, strict=True):
             self._failures[node] = 0 if answered else self._failures.get(node, 0) + 1
             if self._failures[node] >= FAILURES:
                 self._board.lose(node)
 
-    async def _answers(self, node: str) -> bool:
-        """Ping a peer; when it is ahead, a commit was not delivered here, so read it."""
+    async def _answers(self, node: str, what: Kind) -> bool:
+        """Ping a peer and read what may not have been delivered; when it is ahead, that is a commit. A peer that is
+        further ahead than that does nothing for this round any more, whatever it answers."""
         committed = self._board.committed
         try:
-            _, number = await self._exchange.ping(node)
-            if number > committed and (commit := await self._exchange.read(node, "commit", committed + 1)):
-                self._board.post(commit)
+            _, number = await self._exchange.ping(node, self._answer_seconds)
         except CallFailed:
-            return False
-        return True
+            return await self._at_second_hand(node, what, committed + 1)
+        self._board.hear(node)
+        try:
+            kind = "commit" if number > committed else what
+            if (document := await self._exchange.read(node, kind, committed + 1)) is not None:
+                self._board.post(document)
+        except CallFailed as error:
+            log.debug("%s not read: %s", what, error)
+        return number <= committed + 1
+
+    async def _at_second_hand(self, node: str, what: Kind, number: int) -> bool:
+        """Ask some others for a document of a peer that does not answer: not everybody can reach everybody. Returns
+        whether it is news: what is known already says nothing about whether the peer still lives."""
+        others = set(self._present()) - self._board.lost.keys() - {node, self._exchange.network.node_id}
+        some = random.sample(sorted(others), min(WITNESSES, len(others)))
+        return any(
+            await asyncio.gather(*[ask(self._board, self._exchange, other, what, number, node) for other in some])
+        )
+
+
+async def ask(board: Board, exchange: Exchange, witness: str, what: Kind, number: int, author: str) -> bool:
+    """Ask a peer for another one's document and put it on the board; returns whether it is news."""
+    try:
+        signed = await exchange.read(witness, what, number, author)
+    except CallFailed as error:
+        log.debug("%s not read: %s", what, error)
+        return False
+    if signed is None or signed.document.kind != what or signed.signer != author:
+        return False
+    known = {other.digest for other in board.of(what, number, author)}
+    return not board.post(signed) and signed.digest not in known
 
 
 def short(node: str) -> str:

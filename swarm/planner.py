@@ -1,6 +1,8 @@
 """Planning a round: who does it when, and waiting for the roster."""
 
 import asyncio
+import logging
+import statistics
 from collections.abc import Collection
 
 from swarm import blocks
@@ -8,28 +10,36 @@ from swarm.context import Context
 from swarm.documents import Commit, Plan, Signed
 from swarm.exchange import CallFailed
 from swarm.identity import NodeId
-from swarm.leader import leaders, make_plan
+from swarm.leader import blocks_for, leaders, make_plan
 from swarm.membership import NodeRecord
-from swarm.patience import LOOK_SECONDS, names
+from swarm.patience import ASLEEP_SECONDS, LOOK_SECONDS, names, short
 
 POLL_SECONDS = 0.2
 """How often a leader looks whether the roster is complete."""
 
+log = logging.getLogger(__name__)
+
 
 def is_sound(context: Context, plan: Signed[Plan]) -> bool:
     """Whether a plan follows the head, comes from somebody who may write one, and asks for what the run says."""
-    document, rounds = plan.document, context.manifest.round
+    return context.board.verdict(plan.digest, lambda: _judge(context, plan))
+
+
+def _judge(context: Context, plan: Signed[Plan]) -> bool:
+    document, rounds, head = plan.document, context.manifest.round, context.replica.head
+    if document.parent != head.digest or plan.signer not in document.roster:
+        return False
+    if not document.owners.keys() <= document.roster.keys() <= document.uplinks.keys():
+        return False
+    members = document.roster.values()
+    wanted = {node: blocks_for(rounds, member.steps) for node, member in document.roster.items()}
     return (
-        document.parent == context.replica.head.digest
-        and plan.signer in document.roster
-        and document.local_steps == rounds.local_steps
+        all(0 < member.steps <= rounds.local_steps for member in members)
+        and all(0 <= member.heldout[0] <= member.heldout[1] <= rounds.heldout_blocks for member in members)
         and document.train_seconds <= rounds.train_seconds
         and document.reduce_seconds <= max(rounds.train_seconds, rounds.margin_seconds)
-        and all(
-            blocks.count(member.blocks) == rounds.local_steps * rounds.batch_blocks
-            and 0 <= member.heldout[0] <= member.heldout[1] <= rounds.heldout_blocks
-            for member in document.roster.values()
-        )
+        and {node: member.blocks for node, member in document.roster.items()}
+        == blocks.hand_out(head.document.ledger, wanted)
     )
 
 
@@ -48,7 +58,11 @@ def accepted_commit(context: Context) -> Signed[Commit] | None:
 
     def is_fit(commit: Signed[Commit]) -> bool:
         members = rosters.get(commit.document.plan, known)
-        most = len(members) * rounds.local_steps * rounds.batch_blocks * context.manifest.data.block_tokens
+        # what a member may hand in: what was left for it, and what a plan adds to that
+        most = (
+            sum(map(blocks.count, head.ledger.reserved.values()))
+            + len(members) * blocks_for(rounds, rounds.local_steps)
+        ) * context.manifest.data.block_tokens
         return (
             commit.signer in members
             and commit.document.shares.keys() <= members
@@ -85,23 +99,36 @@ class Planner:
         self._head = context.replica.head
         self._number = self._head.document.round + 1
         self._started = asyncio.get_running_loop().time()
+        self._slept = False
+        """Whether this node was stopped for a while."""
+        self._assembled: float | None = None
+        """When the roster was complete here. Only from then on can those who come first be late."""
         self._patience = context.patience(lambda text: context.tell("waiting", text))
 
     async def run(self) -> None:
-        """Wait for the turn and the roster, then publish the plan."""
+        """Wait for the turn and the roster, then publish the plan; ends without one when this node was asleep, and does
+        not know what the others have done meanwhile."""
         context = self._context
+        first = leaders(context.run_id, self._head.document, [context.me])[0]
+        log.debug("round %d: %s is the first to plan", self._number, short(first))
         while True:
             roster = await self._assemble()
+            if self._assembled is None:
+                self._assembled = self._elapsed()
+                for node in roster:
+                    self._board.hear(node)  # one that was lost has told since that it holds this state
             order = leaders(context.run_id, self._head.document, list(roster))
             before = order[: order.index(context.me)]
             waiting = [node for node in before if not self._excused(node)]
-            left = len(waiting) * context.margin - self._elapsed()
+            left = len(waiting) * context.margin - (self._elapsed() - self._assembled)
             if waiting and left > 0:
                 await self._wait_for(waiting, left)
             elif await self._was_planned_by(before):
                 await self._board.changed(LOOK_SECONDS)
+            elif self._slept:
+                return
             else:
-                holders = context.membership.view.holders()
+                log.debug("round %d: this node plans", self._number)
                 context.publish(
                     make_plan(
                         context.manifest,
@@ -110,7 +137,7 @@ class Planner:
                         self._head.document,
                         self._head.digest,
                         roster,
-                        holders,
+                        context.membership.view,
                     )
                 )
                 return
@@ -120,31 +147,46 @@ class Planner:
 
         Newcomers that hold the state of the round before are one step behind and are waited for, too.
         """
-        context, head = self._context, self._head.document
-        needed = context.manifest.round.start_nodes if head.round == 0 else 1
+        context, head, rounds = self._context, self._head.document, self._context.manifest.round
+        needed = rounds.start_nodes if head.round == 0 else 1
         look = self._elapsed() + LOOK_SECONDS
-        deadline = self._elapsed() + context.margin / 2
+        # Nobody is waited for much longer than the last rounds took, nor longer than the margin allows.
+        usual = 1 + head.train_seconds / 4 + statistics.median(head.reduce_seconds or (0.0,))
+        began = looked = self._elapsed()
         while True:
+            self._slept = self._slept or self._elapsed() - looked > ASLEEP_SECONDS
+            looked = self._elapsed()
             trainers = (await context.membership.refresh()).trainers()
+            for node, record in trainers.items():
+                self._board.see(node, record.round)
             ready = {node: record for node, record in trainers.items() if record.commit == self._head.digest}
             close = head.shares.keys() | {node for node, record in trainers.items() if record.commit == head.parent}
             awaited = [node for node in close if node not in ready and not self._excused(node)]
+            # The few do not go on without the many: these are at the same place before long, or their records end.
+            there = [node for node in head.shares if node in trainers]
+            few = 2 * sum(node in ready for node in there) < len(there)
+            patience = context.margin + rounds.lease_seconds if few else min(context.margin / 2, usual)
             if len(ready) < needed:
-                context.tell("waiting", f"{len(ready)} of the {needed} nodes that the run needs to start are here")
-            elif not awaited or self._elapsed() > deadline:
+                context.tell(
+                    "waiting", f"{len(ready)} of the {needed} nodes that the run waits for (start_nodes) are here"
+                )
+            elif (not awaited and not few) or self._elapsed() > began + patience:
                 return ready
             else:
-                context.tell("waiting", f"waiting for {names(awaited)} to finish round {head.round}")
-            await self._board.changed(POLL_SECONDS)
+                behind = [node for node in there if node not in ready]
+                context.tell("waiting", f"waiting for {names(behind or awaited)} to finish round {head.round}")
+            # Who is not to plan next need not know at once who is ready.
+            first = leaders(context.run_id, head, list(ready))[:1] == [context.me]
+            await self._board.changed(POLL_SECONDS if first else LOOK_SECONDS)
             if self._elapsed() > look:
                 look = self._elapsed() + LOOK_SECONDS
-                await self._patience.look(awaited)
+                await self._patience.look(awaited, "plan")
 
     async def _wait_for(self, leaders_before: list[str], seconds: float) -> None:
         """Wait until one of those who come first is gone, or their time is over."""
         await self._patience.wait(
             lambda: True if any(map(self._excused, leaders_before)) else None,
-            what="the plan",
+            what="plan",
             whom=lambda: leaders_before,
             seconds=seconds,
         )

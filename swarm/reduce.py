@@ -1,46 +1,65 @@
 """A reducer's work in one round: pull the contributions of its shards, average them, announce the results."""
 
 import asyncio
-import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from swarm import codec
-from swarm.documents import Commit, Contribution, Plan, Result
+from swarm.contribute import encoding_of
+from swarm.documents import Commit, Contribution, Encoded, Plan, Result
 from swarm.exchange import CallFailed, Exchange
-from swarm.store import ShardStore
+from swarm.manifest import EncodingSettings
+from swarm.patience import LOOK_SECONDS
+from swarm.residuals import Residuals
+from swarm.store import HashingFile, ShardStore
 
 log = logging.getLogger(__name__)
-
-
-class _HashingFile:
-    """A file that knows the digest of what was written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.hash = hashlib.sha256()
-
-    def write(self, chunk: bytes) -> None:
-        self.hash.update(chunk)
-        self._file.write(chunk)
 
 
 class Reducer:
     """Averages shards of one round from the contributions that can be had."""
 
-    def __init__(self, plan: Plan, head: Commit, store: ShardStore, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        base: Commit,
+        settings: EncodingSettings,
+        *,
+        store: ShardStore,
+        residuals: Residuals,
+        exchange: Exchange,
+        margin: float,
+        complain: Callable[[str, str], None],
+        excused: Callable[[str], bool] = lambda node: False,
+    ) -> None:
+        """Args:
+        plan: the round's plan.
+        base: the commit that it starts from.
+        settings: encoding by kind of shard.
+        store, residuals, exchange: this node's.
+        margin: seconds that a contribution may come later than half of the others.
+        complain: told the node and the reason when a contribution is bad.
+        excused: whether nobody should wait for a node.
+        """
         self._plan = plan
-        self._head = head
+        self._base = base
+        self._settings = settings
         self._store = store
+        self._residuals = residuals
         self._exchange = exchange
-        self._refused: set[str] = set()
-        """Nodes whose contributions could not be fetched or are not finite."""
+        self._margin = margin
+        self._complain = complain
+        self._excused = excused
+        self._folder = store.scratch(plan.round)
+        self._unreachable: set[str] = set()
+        """Nodes whose contributions could not be fetched; nobody waits for them twice in a round."""
+        self._rounded: set[str] = set()
+        """Shards whose average has rounded something away. Files of another plan for this round may be there, too."""
 
     async def reduce(self, names: Sequence[str], contributions: Mapping[str, Contribution]) -> dict[str, Result]:
-        """Average the named shards over the contributions that this node can fetch and that are finite.
+        """Average the named shards over the contributions that this node can fetch in time and that are sound.
 
         Args:
             names: shards to average.
@@ -49,58 +68,124 @@ class Reducer:
         Returns:
             Result by shard; a shard that nobody offers, or nobody that can be reached, has none.
         """
-        offers = {node: c for node, c in contributions.items() if c.tokens > 0 and node not in self._refused}
-        fetched = await asyncio.gather(*[self._pull(node, offers[node], names) for node in sorted(offers)])
-        good = {node: offers[node] for node, ok in zip(sorted(offers), fetched, strict=True) if ok}
-        self._refused |= offers.keys() - good.keys()
+        offers = {node: contributions[node] for node in sorted(contributions) if contributions[node].tokens > 0}
+        await self._pull_all({node: offer for node, offer in offers.items() if node not in self._unreachable}, names)
         return {
-            name: result for name in names if (result := await asyncio.to_thread(self._average, name, good)) is not None
+            name: result
+            for name in names
+            if (result := await asyncio.to_thread(self._reduce_one, name, offers)) is not None
         }
 
-    async def _pull(self, node: str, contribution: Contribution, names: Sequence[str]) -> bool:
-        """Bring a node's contributions to these shards here and look at them; whether they can be used."""
-        digests = {name: contribution.shards[name] for name in names if name in contribution.shards}
-        wanted = [
-            (digest, self._head.shards[name].size)
-            for name, digest in digests.items()
-            if self._store.find(digest) is None
-        ]
+    async def _pull_all(self, offers: Mapping[str, Contribution], names: Sequence[str]) -> None:
+        """Bring the contributions here. When half of the nodes have sent theirs, the others have the margin left."""
+        pulls = {asyncio.create_task(self._pull(node, offer, names), name=node) for node, offer in offers.items()}
+        try:
+            waiting = pulls
+            while len(waiting) > len(pulls) // 2:
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            deadline = asyncio.get_running_loop().time() + self._margin
+            while waiting := {pull for pull in waiting if not self._excused(pull.get_name())}:
+                left = deadline - asyncio.get_running_loop().time()
+                if left <= 0:
+                    break
+                _, waiting = await asyncio.wait(waiting, timeout=min(left, LOOK_SECONDS))
+        finally:
+            for pull in pulls:
+                pull.cancel()
+            for outcome in await asyncio.gather(*pulls, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    raise outcome
+
+    async def _pull(self, node: str, offer: Contribution, names: Sequence[str]) -> None:
+        mine = [offer.shards[name] for name in names if name in offer.shards and self._fits(name, offer.shards[name])]
+        wanted = [(shard.digest, shard.size) for shard in mine if self._store.find(shard.digest) is None]
+        if not wanted:
+            return
         number = self._plan.round
         try:
-            if wanted:
-                await self._exchange.fetch(node, wanted, lambda d, size: self._store.scratch_writer(number, d, size))
+            await self._exchange.fetch(node, wanted, lambda d, size: self._store.scratch_writer(number, d, size))
         except CallFailed as error:
             log.info("round %d: contribution left out: %s", number, error)
-            return False
-        if any(self._path(digest).stat().st_size != self._head.shards[name].size for name, digest in digests.items()):
-            log.warning("round %d: contribution of %s left out: a shard has the size of another one", number, node)
-            return False
-        if not await asyncio.to_thread(self._all_finite, list(digests.values())):
-            log.warning("round %d: contribution of %s left out: it is not finite", number, node)
-            return False
-        return True
+            self._unreachable.add(node)
 
-    def _all_finite(self, digests: Sequence[str]) -> bool:
-        return all(codec.is_finite(self._path(digest)) for digest in digests)
+    def _reduce_one(self, name: str, offers: Mapping[str, Contribution]) -> Result | None:
+        """The result of one shard, its bytes and its new values in the scratch folder."""
+        sound = {node: path for node, offer in offers.items() if (path := self._usable(name, node, offer)) is not None}
+        if not sound:
+            return None
+        try:
+            return self._average(name, offers, sound)
+        except FloatingPointError as error:
+            log.warning("round %d: %s is carried: %s", self._plan.round, name, error)
+            return None
+
+    def _average(self, name: str, offers: Mapping[str, Contribution], sound: Mapping[str, Path]) -> Result:
+        encoding = encoding_of(self._settings, name)
+        base = self._store.path(self._base.shards[name].digest)
+        if len(sound) == 1:
+            (node,) = sound
+            encoded = offers[node].shards[name]
+        else:
+            encoded = self._write(
+                name,
+                lambda target: codec.average(
+                    encoding,
+                    [(offers[node].tokens, path) for node, path in sound.items()],
+                    base,
+                    self._residuals.find("averaged", name),
+                    target,
+                    self._rest(name),
+                ),
+            )
+            self._rounded.add(name)
+        values = encoded.digest
+        if not codec.carries_values(encoding):
+            values = self._write(
+                name, lambda target: codec.apply(encoding, base, self._path(encoded.digest), target)
+            ).digest
+        return Result(encoded=encoded, values=values, contributors=tuple(sound))
+
+    def _usable(self, name: str, node: str, offer: Contribution) -> Path | None:
+        """The bytes of a contribution to a shard, if they are here and may be averaged."""
+        shard = offer.shards.get(name)
+        if shard is None:
+            return None
+        path = self._store.find(shard.digest)
+        if not self._fits(name, shard) or (path is not None and path.stat().st_size != shard.size):
+            self._complain(node, f"its contribution to {name} has the size of another shard")
+            return None
+        if path is not None and not codec.is_finite(encoding_of(self._settings, name), path):
+            self._complain(node, f"its contribution to {name} is not finite")
+            return None
+        return path
+
+    def _fits(self, name: str, shard: Encoded) -> bool:
+        """Whether what is offered has the size of this shard; nothing else is fetched."""
+        encoding = encoding_of(self._settings, name)
+        return shard.size == codec.encoded_size(encoding, self._base.shards[name].size // 4)
+
+    def _write(self, name: str, fill: Callable[[HashingFile], None]) -> Encoded:
+        """Write a file of the round that is named by its digest."""
+        temporary = self._folder / f".averaged.{name}.part"
+        with open(temporary, "wb") as file:
+            target = HashingFile(file)
+            fill(target)
+        final = self._folder / target.digest
+        os.replace(temporary, final)
+        self._store.place(final)
+        return Encoded(digest=target.digest, size=final.stat().st_size)
 
     def _path(self, digest: str) -> Path:
         path = self._store.find(digest)
-        assert path is not None, "it was fetched before"
+        assert path is not None, "it was fetched or written before"
         return path
 
-    def _average(self, name: str, contributions: Mapping[str, Contribution]) -> Result | None:
-        offers = [(node, c.tokens, c.shards[name]) for node, c in sorted(contributions.items()) if name in c.shards]
-        if not offers:
-            return None
-        contributors = tuple(node for node, _, _ in offers)
-        if len(offers) == 1:
-            return Result(digest=offers[0][2], contributors=contributors)
-        folder = self._store.scratch(self._plan.round)
-        temporary = folder / f".{name}.part"
-        with open(temporary, "wb") as file:
-            target = _HashingFile(file)
-            codec.average([(tokens, self._path(digest)) for _, tokens, digest in offers], target)
-        digest = target.hash.hexdigest()
-        os.replace(temporary, folder / digest)
-        self._store.place(folder / digest)
-        return Result(digest=digest, contributors=contributors)
+    def _rest(self, name: str) -> Path:
+        """What this average rounds away, until it is known whether it was committed."""
+        return self._folder / f".averaged.{name}"
+
+    def settle(self, commit: Commit, me: str) -> None:
+        """Keep what was rounded away from the averages that the commit contains."""
+        for name, update in commit.updates.items():
+            if update.reducer == me and name in self._rounded and self._rest(name).exists():
+                self._residuals.replace("averaged", name, self._rest(name))

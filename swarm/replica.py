@@ -2,18 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from model.errors import SpesError
 from swarm import codec
-from swarm.documents import Commit, Signed, state_digest
-from swarm.exchange import CallFailed, Exchange
+from swarm.contribute import encoding_of
+from swarm.documents import Commit, Document, Encoded, Signed, state_digest
+from swarm.exchange import CallFailed, Exchange, Writer
+from swarm.gather import Gather
+from swarm.identity import NodeId
+from swarm.manifest import Encoding, EncodingSettings
 from swarm.membership import Membership, NodeRecord
-from swarm.patience import short
 from swarm.ranking import ranked
-from swarm.store import ShardStore
+from swarm.store import ObjectWriter, ShardStore, read_commit
 
+VALUE_BYTES = 4
+"""Of fp32."""
 PASSES = 3
 """How often all sources are asked before a commit counts as unobtainable."""
 PAUSE_SECONDS = 1.0
@@ -28,6 +33,10 @@ class Unobtainable(SpesError):
     """No reachable peer has all shards of a commit. Caught by the round, which goes on from the head it has."""
 
 
+RIVAL_ROUNDS = 3
+"""A chain that is further behind is not about to pass this one."""
+
+
 def weight(tokens: int, number: int, digest: str) -> tuple[int, int, int]:
     """The order of commits of a forked chain: more trained tokens, then more rounds, then the lower digest wins."""
     return tokens, number, -int(digest, 16)
@@ -36,8 +45,11 @@ def weight(tokens: int, number: int, digest: str) -> tuple[int, int, int]:
 class Replica:
     """The committed state on this node and its way to the next one."""
 
-    def __init__(self, store: ShardStore, exchange: Exchange, membership: Membership) -> None:
+    def __init__(
+        self, store: ShardStore, exchange: Exchange, membership: Membership, encodings: EncodingSettings
+    ) -> None:
         self.store = store
+        self._encodings = encodings
         self._exchange = exchange
         self._membership = membership
         self._void: dict[str, float] = {}
@@ -71,11 +83,63 @@ class Replica:
     def _is_void(self, digest: str) -> bool:
         return self._void.get(digest, 0.0) > asyncio.get_running_loop().time()
 
-    async def gather(self, commit: Commit, sources: Sequence[str]) -> None:
-        """Bring all shards of a commit into the store.
+    # one shard
+
+    def encoding(self, name: str) -> Encoding:
+        """How a shard travels."""
+        return encoding_of(self._encodings, name)
+
+    def encoded_size(self, name: str) -> int:
+        """Bytes of a shard as it travels."""
+        return codec.encoded_size(self.encoding(name), self.head.document.shards[name].size // VALUE_BYTES)
+
+    def result_writer(self, name: str, encoded: Encoded) -> ObjectWriter:
+        """Where a shard's result goes while it arrives: values are part of the state as they come."""
+        if codec.carries_values(self.encoding(name)):
+            return self.store.writer(encoded.digest, encoded.size)
+        return self.store.scratch_writer(self.head.document.round + 1, encoded.digest, encoded.size)
+
+    def apply(self, name: str, encoded: Encoded, values: str) -> str:
+        """Make the new values of a shard from the result that has been fetched, and put them into the store. It reads
+        and writes files, so it belongs into a thread.
 
         Args:
-            commit: names the shards, their digests and who reduced them.
+            name: the shard.
+            encoded: the result, in the store.
+            values: digest that the new values must have.
+
+        Returns:
+            Why that is impossible, for people; empty when the values are here.
+        """
+        path = self.store.find(encoded.digest)
+        if path is None or path.stat().st_size != self.encoded_size(name):
+            return f"its result for {name} has the size of another shard"
+        encoding, shard = self.encoding(name), self.head.document.shards[name]
+        if not codec.is_finite(encoding, path):
+            self.store.discard(encoded.digest)
+            return f"its result for {name} is not finite"
+        if codec.carries_values(encoding):
+            return "" if encoded.digest == values else f"its result for {name} does not have the digest it promised"
+        if self.store.has(values):
+            return ""
+        try:
+            with self.store.writer(values, shard.size) as target:
+                codec.apply(encoding, self.store.path(shard.digest), path, target)
+                target.finish()
+        except (ValueError, FloatingPointError):
+            return f"its result for {name} does not give the values it promised"
+        return ""
+
+    # a commit
+
+    async def gather(self, commit: Commit, sources: Sequence[str]) -> None:
+        """Bring the values of all shards of a commit into the store.
+
+        Where the commit follows the head they are made from what travelled in its round, else they are fetched
+        themselves, those that have changed.
+
+        Args:
+            commit: names the shards, their digests and who averaged them.
             sources: nodes that may have any of them, best first.
 
         Raises:
@@ -86,46 +150,73 @@ class Replica:
         self.store.require_space(lacking)
         for attempt in range(PASSES):
             await asyncio.sleep(attempt * PAUSE_SECONDS)
-            for source in (None, *sources):
+            if not (missing := await self._missing(commit)):
+                return
+            if self.store.head is not None and self.head.digest == commit.parent:
+                await self._fetch_updates(commit, missing, sources)
                 missing = await self._missing(commit)
-                if not missing:
-                    return
-                plan = _by_source(commit, missing, source, set(sources))
-                await asyncio.gather(*[self.fetch(node, wanted) for node, wanted in plan.items()])
+            values = {commit.shards[n].digest: commit.shards[n].size for n in missing}
+            await self._fetch(values, sources)
+            await asyncio.to_thread(self._discard_poisoned, values)
         if missing := await self._missing(commit):
             raise Unobtainable(f"round {commit.round}: nobody has {len(missing)} of its shards, {missing[0]} first")
 
+    async def _fetch_updates(self, commit: Commit, names: Sequence[str], sources: Sequence[str]) -> None:
+        """Fetch what travelled in the round of a commit that follows the head, and make the new values from it."""
+        updates = {
+            name: commit.updates[name].encoded
+            for name in names
+            if name in commit.updates and commit.updates[name].encoded.size == self.encoded_size(name)
+        }
+        names_of = {encoded.digest: name for name, encoded in updates.items()}
+        lacking = {e.digest: e.size for e in updates.values() if self.store.find(e.digest) is None}
+        await self._fetch(
+            lacking, sources, lambda digest, _: self.result_writer(names_of[digest], updates[names_of[digest]])
+        )
+        for name, encoded in updates.items():
+            if self.store.find(encoded.digest) is not None:
+                trouble = await asyncio.to_thread(self.apply, name, encoded, commit.shards[name].digest)
+                if trouble:
+                    log.warning("round %d: %s", commit.round, trouble)
+
+    async def _fetch(self, wanted: Mapping[str, int], sources: Sequence[str], writer: Writer | None = None) -> None:
+        """Fetch objects (size by digest) from all sources at once; what nobody gives stays away."""
+        if not wanted:
+            return
+        gather = Gather(self._exchange, writer or self.store.writer)
+        for digest, size in wanted.items():
+            gather.want(digest, size, sources)
+        working = asyncio.create_task(gather.run())
+        settled = asyncio.create_task(gather.settled())
+        try:
+            await asyncio.wait([working, settled], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (working, settled):
+                task.cancel()
+            outcomes = await asyncio.gather(working, settled, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome  # this node's own disk
+
+    def _discard_poisoned(self, digests: Iterable[str]) -> None:
+        """Throw away values that are no numbers, whoever has committed them."""
+        for digest in digests:
+            path = self.store.find(digest)
+            if path is not None and (path.stat().st_size % VALUE_BYTES or not codec.is_finite("fp32", path)):
+                log.warning("values that are not finite are left out: %s", digest[:12])
+                self.store.discard(digest)
+
     async def _missing(self, commit: Commit) -> list[str]:
-        """Names of shards that are not here; results that this node made itself are taken in."""
+        """Names of shards whose values are not here; those that this node made itself are taken in."""
         missing = []
         for name, shard in commit.shards.items():
-            if self.store.has(shard.digest):
-                continue
-            if (path := self.store.find(shard.digest)) is not None:
-                await asyncio.to_thread(self.store.take_in, path)
-            else:
+            path = self.store.find(shard.digest)
+            # a digest that belongs to an object of another size is a lie about this shard
+            if path is None or path.stat().st_size != shard.size:
                 missing.append(name)
+            elif path != self.store.path(shard.digest):
+                await asyncio.to_thread(self.store.take_in, path)
         return missing
-
-    async def fetch(self, node: str, wanted: Sequence[tuple[str, int]]) -> bool:
-        """Fetch objects (digest and size) from a node; what does not come is left to others.
-
-        Returns False when some of them hold values that are no numbers: these are thrown away.
-        """
-        try:
-            await self._exchange.fetch(node, wanted, self.store.writer)
-        except CallFailed as error:
-            log.debug("gather: %s", error)
-        if poisoned := await asyncio.to_thread(self._discard_poisoned, [digest for digest, _ in wanted]):
-            log.warning("%s sent %d shards that are not finite; they are left out", short(node), poisoned)
-        return not poisoned
-
-    def _discard_poisoned(self, digests: Sequence[str]) -> int:
-        paths = {digest: path for digest in digests if (path := self.store.find(digest)) is not None}
-        poisoned = [digest for digest, path in paths.items() if not codec.is_finite(path)]
-        for digest in poisoned:
-            self.store.discard(digest)
-        return len(poisoned)
 
     async def adopt(self, commit: Signed[Commit], sources: Sequence[str]) -> None:
         """Gather a commit and make it the head. Raises Unobtainable, and remembers that."""
@@ -148,50 +239,72 @@ class Replica:
         )
 
     async def catch_up(self) -> bool:
-        """Move to the best commit that a peer holds, when it is better than the head; whether the head has moved."""
+        """Move to the best commit that peers hold and give, when it is better than the head; whether the head has
+        moved."""
         view = await self._membership.refresh()
-        best = self._best(list(view.present().values()))
-        if best is None:
-            return False
-        holders = [node for node, record in view.present().items() if record.commit == best.commit]
-        for node in ranked(holders, self._membership.network.node_id):
-            try:
-                signed = await self._exchange.read(node, "commit", best.round)
-            except CallFailed as error:
-                log.debug("catch up: %s", error)
-                continue
-            if (
-                signed is not None
-                and signed.digest == best.commit
-                and isinstance(signed.document, Commit)
-                and self._has_same_layout(signed.document)
-            ):
+        for better in self._better(view.present().values()):
+            holders = [node for node, record in view.present().items() if record.commit == better.commit]
+            for node in ranked(holders, self._membership.network.node_id):
                 try:
-                    await self.adopt(cast(Signed[Commit], signed), [node, *(h for h in holders if h != node)])
-                except Unobtainable as error:
-                    log.warning("%s", error)
-                    return False
-                return True
+                    signed = await self._exchange.read(node, "commit", better.round)
+                except CallFailed as error:
+                    log.debug("catch up: %s", error)
+                    continue
+                if signed is not None and self._is_what_was_told(signed, better):
+                    try:
+                        await self.adopt(cast(Signed[Commit], signed), [node, *(h for h in holders if h != node)])
+                    except Unobtainable as error:
+                        log.warning("%s", error)
+                        break
+                    return True
         return False
 
-    def _best(self, records: Sequence[NodeRecord]) -> NodeRecord | None:
+    def rival(self) -> NodeId | None:
+        """A node on another chain that weighs less than this one's, but weighed more at the round where it stands: it
+        will be ahead when its round in progress is committed."""
+        head = self.head
+        others = {
+            node: record
+            for node, record in self._membership.view.trainers().items()
+            if record.commit not in ("", head.digest, head.document.parent) and not self._is_void(record.commit)
+        }
+        chain = self._chain(RIVAL_ROUNDS) if others else {}
+        for node, record in others.items():
+            mine = chain.get(record.round)
+            if mine is None or mine.digest == record.commit:
+                continue
+            then = weight(mine.document.tokens, record.round, mine.digest)
+            if weight(record.tokens, record.round, record.commit) > then:
+                return node
+        return None
+
+    def _chain(self, rounds: int) -> dict[int, Signed[Commit]]:
+        """The head and its ancestors, of so many rounds at most, by round."""
+        commit: Signed[Commit] | None = self.head
+        chain: dict[int, Signed[Commit]] = {}
+        while commit is not None and len(chain) < rounds:
+            chain[commit.document.round] = commit
+            parent = commit.document.parent
+            before = read_commit(self.store.folder, self.store.run_id, commit.document.round - 1)
+            commit = before if before is not None and before.digest == parent else None
+        return chain
+
+    def _better(self, records: Iterable[NodeRecord]) -> list[NodeRecord]:
+        """One record for each commit that is better than the head as it tells, the best first."""
         here = self.store.head
         floor = weight(here.document.tokens, here.document.round, here.digest) if here is not None else (-1, 0, 0)
-        better = [
-            (weight(record.tokens, record.round, record.commit), record)
+        told = {
+            weight(record.tokens, record.round, record.commit): record
             for record in records
             if record.commit and not self._is_void(record.commit)
-        ]
-        return max((item for item in better if item[0] > floor), key=lambda item: item[0], default=(None, None))[1]
+        }
+        return [told[key] for key in sorted(told, reverse=True) if key > floor]
 
-
-def _by_source(
-    commit: Commit, missing: Sequence[str], source: str | None, known: set[str]
-) -> dict[str, list[tuple[str, int]]]:
-    """What to ask of whom: everything of one source, or, without one, each shard of its reducer."""
-    plan: dict[str, list[tuple[str, int]]] = {}
-    for name in missing:
-        node = source or commit.holders.get(name)
-        if node in known:
-            plan.setdefault(node, []).append((commit.shards[name].digest, commit.shards[name].size))
-    return plan
+    def _is_what_was_told(self, signed: Signed[Document], record: NodeRecord) -> bool:
+        """Whether a document is the commit of a record, and weighs what the record tells: no old one in disguise."""
+        commit = signed.document
+        return (
+            isinstance(commit, Commit)
+            and (signed.digest, commit.round, commit.tokens) == (record.commit, record.round, record.tokens)
+            and self._has_same_layout(commit)
+        )

@@ -1,12 +1,13 @@
-"""What several tests of the swarm share: identities, which take a moment to make, and a small manifest."""
+"""What several tests of the swarm share: identities and peers, which take a moment to make, and a small manifest."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from model.settings import LossSettings, ModelSettings, OptimizerSettings
 from swarm.identity import Identity
-from swarm.manifest import DataSettings, Manifest, RoundSettings
+from swarm.manifest import Manifest
+from tests import examples
+from tests.nodes import Loopback
 
 
 @pytest.fixture(scope="session")
@@ -22,23 +23,12 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Identi
 @pytest.fixture(scope="session")
 def small_manifest(identities: list[Identity]) -> Manifest:
     """A run of a two-layer model with four experts, by the first identity."""
-    return Manifest(
-        name="small",
-        author=identities[0].node_id,
-        seed=1,
-        model=ModelSettings(
-            vocab_size=259,
-            hidden_size=32,
-            num_layers=2,
-            num_heads=2,
-            num_kv_heads=2,
-            expert_size=16,
-            num_experts=4,
-            experts_per_token=2,
-            max_length=32,
-        ),
-        loss=LossSettings(),
-        optimizer=OptimizerSettings(learning_rate=1e-3),
-        data=DataSettings(block_tokens=32),
-        round=RoundSettings(total=3, local_steps=4, batch_blocks=2, train_seconds=30.0, margin_seconds=5.0),
-    )
+    return examples.manifest(author=identities[0].node_id)
+
+
+@pytest.fixture(scope="module")
+def loopback(identities: list[Identity]) -> Iterator[Loopback]:
+    """Three real peers, for all tests of a file."""
+    peers = Loopback(identities)
+    yield peers
+    peers.close()

@@ -4,11 +4,11 @@ import asyncio
 from typing import Any
 
 from swarm.board import ROUNDS_AHEAD, Board
-from swarm.documents import Contribution, Document, Leave, Plan, Reduction, Result, Signed
+from swarm.documents import Contribution, Document, Leave, Plan, Reduction, Signed
+from tests import examples
 
-RUN = "ab" * 32
-DIGEST = "cd" * 32
-ALICE, BOB = "Qm" + "A" * 44, "Qm" + "B" * 44
+DIGEST = examples.digest("plan")
+ALICE, BOB = examples.NODES[:2]
 
 
 def signed(document: Document, signer: str = ALICE) -> Signed[Any]:
@@ -16,43 +16,19 @@ def signed(document: Document, signer: str = ALICE) -> Signed[Any]:
 
 
 def plan(number: int) -> Plan:
-    return Plan(
-        run=RUN,
-        round=number,
-        parent=DIGEST,
-        leader=ALICE,
-        roster={},
-        owners={},
-        local_steps=1,
-        train_seconds=1.0,
-        reduce_seconds=1.0,
-    )
+    return examples.plan(ALICE, round=number)
 
 
 def reduction(*names: str, number: int = 1) -> Reduction:
-    result = Result(digest=DIGEST, contributors=(ALICE,))
-    return Reduction(run=RUN, round=number, plan=DIGEST, node=ALICE, results=dict.fromkeys(names, result))
+    return examples.reduction(ALICE, round=number, results=dict.fromkeys(names, examples.result("new", ALICE)))
 
 
 def contribution(node: str, number: int = 1) -> Contribution:
-    return Contribution(
-        run=RUN,
-        round=number,
-        plan=DIGEST,
-        node=node,
-        tokens=1,
-        steps=1,
-        used_blocks=1,
-        loss=1.0,
-        heldout_nats=0.0,
-        heldout_tokens=0,
-        train_seconds=1.0,
-        shards={},
-    )
+    return examples.contribution(node, round=number)
 
 
 def leave(node: str, number: int) -> Leave:
-    return Leave(run=RUN, node=node, round=number)
+    return Leave(run=examples.RUN, node=node, round=number)
 
 
 def test_until_returns_what_appears_and_looks_at_every_change() -> None:
@@ -111,17 +87,16 @@ def test_rounds_outside_the_window_are_refused() -> None:
     assert "round 9" in board.post(signed(contribution(ALICE, 9))) and not board.contributions
 
 
-def test_advance_forgets_finished_rounds_and_lost_nodes() -> None:
+def test_advance_forgets_finished_rounds() -> None:
     board = Board()
     for number in (1, 2):
         board.post(signed(plan(number)))
         board.post(signed(contribution(ALICE, number)))
         board.post(signed(reduction("embed", number=number)))
-    board.lose(BOB)
     board.advance(1)
     assert (set(board.plans), set(board.contributions)) == ({2}, {(2, DIGEST)})
     assert board.reductions.keys() == {(2, DIGEST)}
-    assert not board.lost and board.committed == 1
+    assert board.committed == 1
 
 
 def test_a_smaller_reduction_never_replaces_a_larger_one() -> None:
@@ -155,9 +130,41 @@ def test_who_has_left_is_excused_until_it_could_be_back() -> None:
     assert board.excused(BOB, 4), "an older goodbye that arrives late changes nothing"
 
 
-def test_who_is_lost_is_excused_for_this_round() -> None:
+def test_who_is_lost_is_excused_until_it_is_heard_of() -> None:
     board = Board()
     board.lose(BOB)
     assert board.excused(BOB, 1) and not board.excused(ALICE, 1)
     board.advance(1)
+    assert board.excused(BOB, 2), "to find it lost costs time, once"
+    board.hear(BOB)
     assert not board.excused(BOB, 2)
+    board.lose(ALICE)
+    board.post(signed(contribution(ALICE, 2)))
+    assert not board.excused(ALICE, 2)
+
+
+def test_a_record_that_goes_on_shows_that_a_lost_node_lives() -> None:
+    board = Board()
+    board.advance(5)
+    board.lose(BOB)
+    for number in (3, 5):
+        board.see(BOB, number)
+        assert board.excused(BOB, 6), "it may have told that before it died"
+    board.see(BOB, 6)
+    assert not board.excused(BOB, 6)
+    board.advance(6)
+    board.lose(BOB)
+    board.see(BOB, 6)
+    assert board.excused(BOB, 7), "it is lost anew"
+
+
+def test_a_document_is_judged_once_until_the_head_moves() -> None:
+    board, looks = Board(), list[str]()
+
+    def judge() -> bool:
+        looks.append("again")
+        return False
+
+    assert [board.verdict(DIGEST, judge) for _ in range(3)] == [False] * 3 and len(looks) == 1
+    board.advance(1)
+    assert not board.verdict(DIGEST, judge) and len(looks) == 2

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,8 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from bootstrap.run_file import read_run_file
+from model.checkpoint import Checkpoint
 from node.cli import build_parser, main
 from node.local_swarm import LocalSwarm
 
@@ -67,6 +71,11 @@ def test_the_options_that_people_have_learnt_stay() -> None:
     join = parser.parse_args("join --peers a b --data x y --experts 2 --name n --home h --listen 0.0.0.0:1".split())
     assert join.peers == ["a", "b"] and len(join.data) == 2 and join.experts == 2
     assert parser.parse_args(["status", "--peers", "a", "--json"]).json
+    export = parser.parse_args("export -o out --home h --run 12 --dtype bf16 --tokenizer t".split())
+    assert (export.output, export.run, export.dtype, export.tokenizer) == (Path("out"), "12", "bf16", Path("t"))
+    upcycle = parser.parse_args("upcycle dense -o out".split())
+    assert (upcycle.experts, upcycle.top_k, upcycle.noise_std, upcycle.noise_fraction) == (8, 2, 0.02, 0.5)
+    assert (upcycle.router, upcycle.seed) == ("normal", 0)
 
 
 def test_new_refuses_what_is_there_and_unknown_presets(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,9 +141,148 @@ def test_text_that_cannot_be_used(
     assert not (tmp_path / "home").exists()
 
 
+def test_a_tokenizer_that_is_none(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = tmp_path / "home"
+    nobody = f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"
+    error = refused(capsys, "join", "--peers", nobody, "--tokenizer", tmp_path / "gone", "--home", home)
+    assert "gone is no folder" in error
+    options = ["--home", home, "--listen", "127.0.0.1:0"]
+    assert "leave out --tokenizer" in refused(capsys, "bootstrap", run_file, "--tokenizer", tmp_path, *options)
+    run_file.write_text(run_file.read_text().replace("[data]", '[data]\ntokenizer = "some/name"  # of nobody'))
+    assert "has no tokenizer.json" in refused(capsys, "bootstrap", run_file, "--tokenizer", tmp_path, *options)
+    assert not home.exists()
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What `spes-node plan` prints."""
+    main(["plan", *map(str, arguments)])
+    output = capsys.readouterr()
+    assert not output.err
+    return output.out
+
+
+def test_a_plan_for_a_preset_and_for_a_run_file(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    preset = planned(capsys, "tiny-test", "--vram", 8)
+    assert "2 of 4 experts on a GPU with 8.0 GB free, products in bf16" in preset
+    assert "all experts would fit the same way" in preset and "A round with 2 nodes moves" in preset
+    assert planned(capsys, run_file, "--vram", 8) == preset
+    other = planned(capsys, run_file, "--vram", 8, "--experts", 1, "--nodes", 5, "--bandwidth", 0.5)
+    assert "1 of 4 experts" in other and "A round with 5 nodes" in other and "at 0.5 Mbit/s" in other
+
+
+def test_a_plan_for_a_cpu_and_for_this_box(capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert "on a CPU with 8.0 GB free, products in fp32" in planned(capsys, "tiny-test", "--cpu", "--vram", 8)
+    here = planned(capsys, "tiny-test", "--cpu")
+    assert here.startswith("planning for this box: the CPU was asked for. For another one: --vram GB\n")
+    assert "on a CPU with" in here and "It fits" in here
+
+
+def test_a_plan_for_this_box_has_only_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("model.optimizer.find_spec", lambda name: None)
+    monkeypatch.setattr("model.device.device_memory", lambda device: 400_000_000)
+    assert "8-bit AdamW, which saves most, is not installed" in refused(capsys, "plan", "tiny-test", "--cpu")
+    assert "is not installed" not in refused(capsys, "plan", "tiny-test", "--cpu", "--vram", 0.4)
+
+
+def test_plans_that_cannot_be(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing is no file and no preset; the presets are " in refused(capsys, "plan", "nothing")
+    assert "this model has 4 in each layer" in refused(capsys, "plan", run_file, "--vram", 8, "--experts", 5)
+    assert "experts need" in refused(capsys, "plan", run_file, "--vram", 1)
+    run_file.write_text(run_file.read_text().replace("num_layers = 2", "num_layers = 0"))
+    assert "model.num_layers" in refused(capsys, "plan", run_file, "--vram", 8)
+
+
 def test_export_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "holds no run" in refused(capsys, "export", "--home", tmp_path, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A checkpoint that the command upcycle has made of a dense one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    main(["upcycle", str(tmp_path / "dense"), "-o", str(tmp_path / "mixture"), "--experts", "3"])
+    assert "mixtral of 1 layers with 3 experts" in capsys.readouterr().out
+    return tmp_path / "mixture"
+
+
+def test_a_dense_model_becomes_a_run_file(mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    main(["new", "tiny-test", "--init", str(mixture), "-o", str(path)])
+    assert f"spes-node bootstrap {path} --init {mixture}" in capsys.readouterr().out
+    run_file = read_run_file(path)
+    assert (run_file.model.family, run_file.model.num_experts, run_file.data.block_tokens) == ("mixtral", 3, 16)
+
+
+def test_checkpoints_that_cannot_be_begun_with(
+    mixture: Path, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = ["--home", tmp_path / "home", "--listen", "127.0.0.1:0"]
+    error = refused(capsys, "bootstrap", run_file, "--init", mixture, *home)
+    assert "model.family: the run file has 'olmoe' and the checkpoint" in error and "'mixtral'" in error
+    assert "config.json is missing" in refused(capsys, "bootstrap", run_file, "--init", tmp_path / "gone", *home)
+    assert not (tmp_path / "home").exists()
+    new = tmp_path / "new.toml"
+    assert "not supported" in refused(capsys, "new", "demo", "-o", new, "--init", tmp_path / "dense")
+    assert not new.exists()
+
+
+def test_upcycling_what_cannot_be(mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense, out = tmp_path / "dense", tmp_path / "out"
+    assert "not supported" in refused(capsys, "upcycle", mixture, "-o", out)
+    assert "--noise-fraction" in refused(capsys, "upcycle", dense, "-o", out, "--noise-fraction", 2)
+    assert "--top-k" in refused(capsys, "upcycle", dense, "-o", out, "--experts", 2, "--top-k", 3)
+    assert "not empty" in refused(capsys, "upcycle", dense, "-o", mixture)
+    assert not out.exists()
+
+
+def test_a_command_that_is_ended_leaves_no_half_of_a_folder(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(tmp_path.iterdir())
+
+    def end(*arguments: object, **options: object) -> None:
+        assert callable(signal.getsignal(signal.SIGTERM)), "the process would be gone at once"
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("model.checkpoint_writer.CheckpointWriter.add", end)
+    monkeypatch.setattr("node.run_export.export_run", end)
+    for command in (["upcycle", str(tmp_path / "dense")], ["export"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "-o", str(tmp_path / "out")])
+        assert ended.value.code == 143 and sorted(tmp_path.iterdir()) == before
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(180)
+def test_a_swarm_begins_with_a_checkpoint_and_is_exported_while_it_runs(mixture: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    main(["new", "tiny-test", "--init", str(mixture), "-o", str(path)])
+    path.write_text(path.read_text().replace("start_nodes = 2", "start_nodes = 1").replace("total = 3", "total = 0"))
+    with LocalSwarm(tmp_path) as swarm:
+        swarm.start_rendezvous(path, "--init", str(mixture))
+        node = swarm.start_node("node")
+        deadline = time.monotonic() + 90
+        while not list(node.home.glob("runs/*/history.jsonl")):
+            assert time.monotonic() < deadline, node.log.read_text()
+            time.sleep(0.1)
+        main(["export", "--home", str(node.home), "-o", str(tmp_path / "out"), "--dtype", "bf16"])
+        assert node.process.poll() is None
+    assert "begun with checkpoint" in node.log.read_text()
+    assert "a checkpoint, as state" in (tmp_path / "out" / "README.md").read_text()
+    before, after = (Checkpoint.open(tmp_path / name).read("head") for name in ("mixture", "out"))
+    assert 0 < np.abs(before - after).max() < 0.1, "a few steps from where it began"
 
 
 @pytest.mark.swarm

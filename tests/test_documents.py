@@ -11,17 +11,12 @@ from hypothesis import strategies as st
 from swarm.documents import (
     DOCUMENTS,
     MAX_DOCUMENT_BYTES,
-    Commit,
-    Contribution,
     Document,
+    Encoded,
     Leave,
     Ledger,
     Member,
-    Plan,
-    Reduction,
     Rejected,
-    Result,
-    ShardState,
     Share,
     canonical,
     digest_of,
@@ -32,9 +27,10 @@ from swarm.documents import (
 )
 from swarm.identity import Identity
 from swarm.manifest import Manifest
+from tests import examples
+from tests.examples import RUN
 
-RUN = "ab" * 32
-DIGEST = "cd" * 32
+DIGEST = examples.digest("something")
 
 
 @pytest.fixture(scope="session")
@@ -51,53 +47,36 @@ def bob(identities: list[Identity]) -> Identity:
 def documents(alice: Identity, bob: Identity) -> dict[str, Document]:
     """One document of every kind, by Alice."""
     me, other = alice.node_id, bob.node_id
+    values = Encoded(digest=DIGEST, size=16)
     return {
-        "plan": Plan(
-            run=RUN,
-            round=1,
-            parent=DIGEST,
-            leader=me,
-            roster={me: Member(blocks=((0, 4), (9, 12)), heldout=(0, 32)), other: Member(blocks=(), heldout=(32, 64))},
+        "plan": examples.plan(
+            me,
+            other,
+            roster={
+                me: Member(blocks=((0, 4), (9, 12)), steps=4, heldout=(0, 32)),
+                other: Member(blocks=(), steps=1, heldout=(32, 64)),
+            },
             owners={me: (0, 2), other: (1,)},
-            local_steps=4,
-            train_seconds=30.0,
-            reduce_seconds=5.0,
+            uplinks={me: 0, other: 1 << 20},
         ),
-        "contribution": Contribution(
-            run=RUN,
-            round=1,
-            plan=DIGEST,
-            node=me,
-            tokens=100,
-            steps=4,
-            used_blocks=7,
-            loss=5.5,
-            heldout_nats=12.25,
-            heldout_tokens=3,
-            train_seconds=1.5,
-            shards={"embed": DIGEST, "layer.0.expert.2": RUN},
-        ),
-        "reduction": Reduction(
-            run=RUN, round=1, plan=DIGEST, node=me, results={"embed": Result(digest=DIGEST, contributors=(me, other))}
-        ),
-        "commit": Commit(
-            run=RUN,
+        "contribution": examples.contribution(me, busy=0.75, shards={"embed": values, "layer.0.expert.2": values}),
+        "reduction": examples.reduction(me, results={"embed": examples.result("new", me, other)}),
+        "commit": examples.commit(
             round=1,
             parent=DIGEST,
+            plan=DIGEST,
             leader=me,
-            shards={"embed": ShardState(version=1, digest=DIGEST, size=16)},
-            holders={"embed": me},
+            shards=examples.states({"embed": b"values"}, version=1),
+            updates={"embed": examples.update(me, b"change", without=(other,))},
             owners={me: (0, 2), other: (1,)},
             shares={me: Share(tokens=100, steps=4)},
             missing=(other,),
             tokens=100,
-            ledger=Ledger(cursor=12, returned=((7, 9),)),
-            loss=5.5,
+            ledger=Ledger(cursor=12, returned=((7, 9),), reserved={other: ((4, 5), (6, 7))}),
             heldout_loss=None,
-            train_seconds=1.5,
-            reduce_seconds=0.5,
+            reduce_seconds=(0.5, 0.25),
         ),
-        "leave": Leave(run=RUN, node=me, round=3),
+        "leave": Leave(run=RUN, node=me, round=3, moments={"layer.0.expert.2": values}),
     }
 
 
@@ -194,8 +173,11 @@ def test_an_oversized_document_is_rejected_unread(alice: Identity) -> None:
         ("plan", DIGEST.upper()),
         ("plan", DIGEST + "\n"),
         ("node", "../../etc/passwd"),
-        ("shards", {"../embed": DIGEST}),
-        ("shards", {"embed": "../" + DIGEST}),
+        ("busy", 1.01),
+        ("shards", {"../embed": {"digest": DIGEST, "size": 16}}),
+        ("shards", {"embed": {"digest": "../" + DIGEST, "size": 16}}),
+        ("shards", {"embed": {"digest": DIGEST, "size": -1}}),
+        ("shards", {"embed": DIGEST}),
         ("shards", [DIGEST]),
         ("surprise", 1),
         ("kind", "commit"),
@@ -289,3 +271,19 @@ def test_any_signed_value_raises_nothing_but_rejected(
 def test_any_envelope_raises_nothing_but_rejected(value: object) -> None:
     with pytest.raises(Rejected):
         open_document(bytes(msgpack.packb(value)), RUN)
+
+
+def test_a_commit_says_which_shards_have_changed_and_who_is_in_them() -> None:
+    ann, ben, cat = examples.NODES[:3]
+    shards = examples.states({"embed": b"new"}, version=2) | examples.states({"head": b"old"}, version=1)
+    commit = examples.commit(
+        round=2,
+        shards=shards,
+        updates={"embed": examples.update(ann, without=(ben,))},
+        shares={node: Share(tokens=1, steps=1) for node in (ann, ben)},
+    )
+    assert commit.carried == ("head",)
+    assert commit.counts(ann, "embed")
+    assert not commit.counts(ben, "embed"), "its contribution to this shard did not come"
+    assert not commit.counts(cat, "embed"), "it has no share"
+    assert not commit.counts(ann, "head"), "it is carried"

@@ -18,7 +18,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 
 from swarm import exchange as exchange_module
 from swarm.documents import Document, Leave, Signed, seal
-from swarm.exchange import CHUNK_BYTES, MAX_OBJECTS, CallFailed, Exchange
+from swarm.exchange import CHUNK_BYTES, MAX_RANGES, CallFailed, Exchange
 from swarm.identity import Identity
 from swarm.network import Network
 from swarm.store import ObjectWriter, ShardStore
@@ -45,7 +45,7 @@ class Node:
         self.received.append(signed)
         return self.refusal
 
-    def document(self, kind: str, number: int) -> bytes | None:
+    def document(self, kind: str, number: int, author: str) -> bytes | None:
         return self.documents.get((kind, number))
 
     def object(self, digest: str) -> Path | None:
@@ -180,23 +180,23 @@ def test_only_digests_can_be_asked_for(scene: Scene) -> None:
 def test_a_request_for_too_many_objects_is_refused(scene: Scene) -> None:
     async def script(pair: Pair) -> None:
         with pytest.raises(CallFailed, match="at most"):
-            await pair.here.fetch(pair.node, [("ab" * 32, 1)] * (MAX_OBJECTS + 1), pair.mine.store.writer)
+            await pair.here.fetch(pair.node, [("ab" * 32, 1)] * (MAX_RANGES + 1), pair.mine.store.writer)
 
     scene(script)
 
 
 def test_a_source_that_stalls_is_given_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "PROGRESS_SECONDS", 0.3)
-
     async def script(pair: Pair) -> None:
         released = asyncio.Event()
 
         async def stall(request: BytesValue, context: P2PContext) -> AsyncIterator[BytesValue]:
-            yield BytesValue(value=b"first")
-            yield BytesValue(value=b"sec")
+            yield BytesValue(value=b"\0\0\0\0first")
+            yield BytesValue(value=b"\0\0\0\1sec")
             await released.wait()
 
-        stalling, calling = (Exchange(e.network, "cd" * 32, pair.theirs) for e in (pair.there, pair.here))
+        stalling, calling = (
+            Exchange(e.network, "cd" * 32, pair.theirs, progress_seconds=0.3) for e in (pair.there, pair.here)
+        )
         monkeypatch.setattr(stalling, "rpc_fetch", stall)
         await stalling.start()
         started = asyncio.get_running_loop().time()

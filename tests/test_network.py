@@ -394,6 +394,10 @@ def test_redial_of_a_peer_that_is_gone_pauses_longer_each_time(identities: list[
             assert await node.redial([gone]) == 0 and contact.tries == 2
             assert contact.next_try - asyncio.get_running_loop().time() > pause
             assert node.book.contacts[node.node_id].tries == 0, "nobody dials itself"
+            node.book.update({gone: contact.addresses})
+            assert node.book.contacts[gone] is contact, "to hear the same of it again is no reason to dial it at once"
+            node.book.update({gone: [at(free_port(), gone)]})
+            assert node.book.contacts[gone].tries == 0
 
     uvloop.run(scenario())
 
@@ -413,5 +417,20 @@ def test_nothing_is_left_after_closing(identities: list[Identity], sockets: Path
         with pytest.raises(SpesError, match="p2pd ended at its start"):
             await Network.start(identities[0], announce=["nonsense"])
         assert left() == (0, 0)
+
+    uvloop.run(scenario())
+
+
+def test_a_peer_is_found_by_what_its_record_says(identities: list[Identity]) -> None:
+    """p2pd by itself may know no way to a peer that has joined elsewhere."""
+
+    async def scenario() -> None:
+        first = await Network.start(identities[0])
+        second = await Network.start(identities[1])
+        async with running(first), running(second):
+            assert await first.connected() == set()
+            first.book.update({second.node_id: await second.addresses()})
+            assert await first.redial([second.node_id]) == 1
+            assert await first.connected() == {second.node_id} and await second.connected() == {first.node_id}
 
     uvloop.run(scenario())

@@ -52,6 +52,17 @@ def test_run_file_becomes_a_manifest(path: Path) -> None:
     assert manifest.loss.load_balancing == 0.01
 
 
+def test_what_a_run_file_leaves_out_has_a_default(path: Path) -> None:
+    path.write_text(RUN)
+    plain = read_run_file(path).manifest(author="node", fingerprint="", num_blocks=0)
+    assert (plain.encoding.shared, plain.encoding.experts) == ("int8", "int8")
+    assert (plain.round.owners_per_expert, plain.round.overlap, plain.round.commit_quorum) == (1, True, 0.0)
+    path.write_text(f'{RUN}owners_per_expert = 2\noverlap = false\ncommit_quorum = 0.5\n[encoding]\nexperts = "int4"\n')
+    manifest = read_run_file(path).manifest(author="node", fingerprint="", num_blocks=0)
+    assert (manifest.encoding.shared, manifest.encoding.experts) == ("int8", "int4")
+    assert (manifest.round.owners_per_expert, manifest.round.overlap, manifest.round.commit_quorum) == (2, False, 0.5)
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_are_valid_and_explain_every_key(path: Path, name: str) -> None:
     write_preset(name, path)
@@ -62,14 +73,20 @@ def test_presets_are_valid_and_explain_every_key(path: Path, name: str) -> None:
 def test_demo_preset_writes_out_every_key(path: Path) -> None:
     write_preset("demo", path)
     run_file = read_run_file(path)
-    for section in ("model", "loss", "optimizer", "data", "round"):
+    for section in ("model", "loss", "optimizer", "data", "round", "encoding"):
         settings = getattr(run_file, section)
         left_out = set(type(settings).model_fields) - settings.model_fields_set
-        assert left_out == ({"fingerprint", "num_blocks"} if section == "data" else set())
+        # What is filled in, and what has no value in TOML that says the default.
+        assert left_out == {"data": {"fingerprint", "num_blocks"}, "model": {"head_dim"}}.get(section, set())
+
+
+def test_case_of_a_preset_does_not_matter(path: Path) -> None:
+    write_preset("2B", path)
+    assert read_run_file(path).run.name == "2b"
 
 
 def test_presets_refuse_unknown_names_and_existing_files(path: Path) -> None:
-    with pytest.raises(UserError, match=r"'dmo'; the presets are demo, tiny-test"):
+    with pytest.raises(UserError, match=r"'dmo'; the presets are 160m, 1b, 2b, 50m, 7b, 9b, demo, tiny-test"):
         write_preset("dmo", path)
     assert not path.exists()
     path.write_text("mine")
@@ -93,7 +110,7 @@ def test_presets_refuse_unknown_names_and_existing_files(path: Path) -> None:
         (
             "[run]",
             "xyz = 2\n[run]",
-            "xyz: unknown key, the keys here are run, model, loss, optimizer, data, round (PATH line 1)",
+            "xyz: unknown key, the keys here are run, model, loss, optimizer, data, round, encoding (PATH line 1)",
         ),
         (
             "[data]",
@@ -105,6 +122,22 @@ def test_presets_refuse_unknown_names_and_existing_files(path: Path) -> None:
         ("[data]", "[data]\nnum_blocks = 1", "data.num_blocks: filled in when the run is started, leave it out"),
         ("total = 3\n", "", "round.total: missing, add it (PATH line 22)"),
         ("[data]\nblock_tokens = 32\n", "", "data: missing, add it (PATH)"),
+        ("[run]", "[encoding]\nexpert = 1\n[run]", "encoding.expert: unknown key, did you mean encoding.experts?"),
+        (
+            "[run]",
+            '[encoding]\nexperts = "int2"\n[run]',
+            "encoding.experts: must be 'fp32', 'bf16', 'int8' or 'int4', not 'int2' (PATH line 2)",
+        ),
+        (
+            "[round]",
+            "[round]\ncommit_quorum = 2",
+            "round.commit_quorum: must be less than or equal to 1, not 2 (PATH line 23)",
+        ),
+        (
+            "[round]",
+            "[round]\nowners_per_expert = 0",
+            "round.owners_per_expert: must be greater than 0, not 0 (PATH line 23)",
+        ),
         ("[run]", "loss = 1\n[run]", "loss: must be a section with keys of its own (PATH line 1)"),
         ("total = 3", 'total = "3"', "round.total: must be a valid integer, not '3' (PATH line 23)"),
         ("total = 3", "total = true", "round.total: must be a valid integer, not True (PATH line 23)"),

@@ -1,6 +1,5 @@
 """The shard store: whatever happens, what is in it is whole, and it opens at the last complete commit."""
 
-import hashlib
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -9,36 +8,17 @@ import numpy as np
 import pytest
 
 from model.errors import UserError
-from swarm.documents import Commit, Ledger, ShardState, Signed, seal
+from swarm.documents import Commit, Signed, digest_of, seal
 from swarm.identity import Identity
 from swarm.store import SPARE_BYTES, ShardStore
+from tests import examples
+from tests.examples import RUN
 
-RUN = "ab" * 32
 VALUES = np.arange(100, dtype="<f4")
 
 
-def digest_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def commit(identity: Identity, number: int, shards: dict[str, bytes], parent: str = "") -> Signed[Commit]:
-    document = Commit(
-        run=RUN,
-        round=number,
-        parent=parent,
-        leader=identity.node_id,
-        shards={n: ShardState(version=number, digest=digest_of(data), size=len(data)) for n, data in shards.items()},
-        holders={},
-        owners={},
-        shares={},
-        missing=(),
-        tokens=0,
-        ledger=Ledger(),
-        loss=0.0,
-        heldout_loss=None,
-        train_seconds=0.0,
-        reduce_seconds=0.0,
-    )
+def commit(identity: Identity, number: int, shards: dict[str, bytes]) -> Signed[Commit]:
+    document = examples.commit(round=number, leader=identity.node_id, shards=examples.states(shards, version=number))
     return seal(identity, document)
 
 
@@ -146,6 +126,15 @@ def test_a_result_is_taken_in_without_a_copy(store: ShardStore) -> None:
     assert store.path(digest).samefile(scratch) and store.path(digest).read_bytes() == b"result"
 
 
+def test_what_is_no_part_of_the_state_can_be_discarded(store: ShardStore, me: Identity) -> None:
+    adopt(store, me, 0, embed=b"state")
+    poison = store.put(b"poison")
+    for digest in (poison, digest_of(b"state"), digest_of(b"nothing")):
+        store.discard(digest)
+    assert store.find(poison) is None and not store.has(poison)
+    assert store.has(digest_of(b"state")), "whoever names it in a lie must not make this node lose it"
+
+
 # commits
 
 
@@ -167,7 +156,7 @@ def test_the_last_two_commits_keep_their_objects(store: ShardStore, me: Identity
         store.scratch(number + 1)
     objects = {path.name for path in store.folder.glob("objects/*/*")}
     assert objects == {kept, digest_of(b"round 3"), digest_of(b"round 4")}
-    assert {path.name for path in (store.folder / "scratch").iterdir()} == {"4", "5"}
+    assert {path.name for path in (store.folder / "scratch").iterdir()} == {"3", "4", "5"}
 
 
 def test_a_write_in_progress_survives_the_collection(store: ShardStore, me: Identity) -> None:
