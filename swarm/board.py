@@ -1,6 +1,7 @@
 """The board: documents of the rounds in progress as they arrive, and a way to wait for them."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -10,6 +11,8 @@ T = TypeVar("T")
 
 ROUNDS_AHEAD = 2
 """Documents of rounds further ahead than this are refused; a node that is so far behind reads the chain instead."""
+MOVING_SECONDS = 6.0
+"""Who tells of newer rounds at least this often is catching up."""
 
 
 class Board:
@@ -27,6 +30,8 @@ class Board:
         self.lost: dict[str, int] = {}
         """Nodes that do not answer, until they are heard of again; with the round of this node's head at the loss."""
         self._left: dict[str, int] = {}
+        self._seen: dict[str, tuple[int, float]] = {}
+        """The newest round that each node has told, and when it was seen first."""
         self._verdicts: dict[str, bool] = {}
         """What was found of documents, by digest; true as long as the head does not move."""
         self.committed = 0
@@ -92,6 +97,12 @@ class Board:
         lives."""
         if self.lost.get(node, number) < number:
             self.hear(node)
+        if self._seen.get(node, (-1, 0.0))[0] < number:
+            self._seen[node] = number, time.monotonic()
+
+    def is_moving(self, node: str) -> bool:
+        """Whether a node's record told of a newer round a moment ago."""
+        return time.monotonic() - self._seen.get(node, (-1, -MOVING_SECONDS))[1] < MOVING_SECONDS
 
     def lose(self, node: str) -> None:
         """Note that a node does not answer."""

@@ -17,6 +17,10 @@ from swarm.patience import ASLEEP_SECONDS, LOOK_SECONDS, names, short
 POLL_SECONDS = 0.2
 """How often a leader looks whether the roster is complete."""
 
+CATCH_UP_SECONDS = 3.0
+"""Rounds that are shorter than a node needs to fetch a state would run away from it, again and again: who is catching
+up is waited for this long, which is nothing to a round of minutes."""
+
 log = logging.getLogger(__name__)
 
 
@@ -145,7 +149,8 @@ class Planner:
     async def _assemble(self) -> dict[NodeId, NodeRecord]:
         """Wait for the roster: those of the last round that are still there, and everybody else who is ready.
 
-        Newcomers that hold the state of the round before are one step behind and are waited for, too.
+        Newcomers that hold the state of the round before are one step behind and are waited for, too; those that hold
+        an older one for a moment only.
         """
         context, head, rounds = self._context, self._head.document, self._context.manifest.round
         needed = rounds.start_nodes if head.round == 0 else 1
@@ -171,7 +176,10 @@ class Planner:
                     "waiting", f"{len(ready)} of the {needed} nodes that the run waits for (start_nodes) are here"
                 )
             elif (not awaited and not few) or self._elapsed() > began + patience:
-                return ready
+                coming = [node for node, record in trainers.items() if self._is_coming(node, record)]
+                if not coming or self._elapsed() > began + CATCH_UP_SECONDS:
+                    return ready
+                context.tell("waiting", f"waiting {CATCH_UP_SECONDS:g} s for {names(coming)} to catch up")
             else:
                 behind = [node for node in there if node not in ready]
                 context.tell("waiting", f"waiting for {names(behind or awaited)} to finish round {head.round}")
@@ -181,6 +189,11 @@ class Planner:
             if self._elapsed() > look:
                 look = self._elapsed() + LOOK_SECONDS
                 await self._patience.look(awaited, "plan")
+
+    def _is_coming(self, node: NodeId, record: NodeRecord) -> bool:
+        """Whether a node fetches newer and newer states, and may hold this one in a moment."""
+        behind = record.round < self._head.document.round
+        return behind and self._board.is_moving(node) and not self._excused(node)
 
     async def _wait_for(self, leaders_before: list[str], seconds: float) -> None:
         """Wait until one of those who come first is gone, or their time is over."""

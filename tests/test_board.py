@@ -1,9 +1,12 @@
 """The board: waiting without polling, what is refused, and who is excused."""
 
 import asyncio
+import time
 from typing import Any
 
-from swarm.board import ROUNDS_AHEAD, Board
+import pytest
+
+from swarm.board import MOVING_SECONDS, ROUNDS_AHEAD, Board
 from swarm.documents import Contribution, Document, Leave, Plan, Reduction, Signed
 from tests import examples
 
@@ -156,6 +159,20 @@ def test_a_record_that_goes_on_shows_that_a_lost_node_lives() -> None:
     board.lose(BOB)
     board.see(BOB, 6)
     assert board.excused(BOB, 7), "it is lost anew"
+
+
+def test_who_tells_of_newer_rounds_is_moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    board = Board()
+    assert not board.is_moving(BOB), "nothing is known of it"
+    board.see(BOB, 3)
+    assert board.is_moving(BOB)
+    now += MOVING_SECONDS
+    board.see(BOB, 3)
+    assert not board.is_moving(BOB), "it tells the same again"
+    board.see(BOB, 4)
+    assert board.is_moving(BOB)
 
 
 def test_a_document_is_judged_once_until_the_head_moves() -> None:

@@ -16,6 +16,7 @@ from swarm import blocks, codec, exchange, meter
 from swarm.documents import Commit, Document, Plan, Reduction, Signed
 from swarm.manifest import Encoding, EncodingSettings
 from swarm.ranking import ranked
+from swarm.replica import Replica
 from swarm.shard_names import expert_of, trained
 from tests.accounts import Accounts, require_every_block_once, require_marks, require_means, used
 
@@ -330,12 +331,40 @@ def test_one_of_two_that_was_lost_and_comes_back_is_planned_in_again(tmp_path: P
             await swarm.until(lambda: all(node.round >= 2 for node in nodes), "round 2")
             steady, gone = nodes
             await swarm.end(gone)
-            await swarm.until(lambda: gone.id in steady.participant.board.lost, "the loss")
             await swarm.until(lambda: steady.head.shares.keys() == {steady.id}, "a round without it")
+            steady.participant.board.lose(gone.id)  # as it does itself where it asks it for something
             await swarm.restart(gone)
             back = steady.round
             await swarm.until(lambda: steady.head.shares.keys() == {steady.id, gone.id}, "a round with it")
             assert steady.round <= back + 6, "the imports are done: its state, the round in progress, the next"
+
+    uvloop.run(scenario())
+
+
+def test_short_rounds_do_not_run_away_from_a_node_that_catches_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it fetches a state the others would commit three more, for ever."""
+
+    async def scenario() -> None:
+        async with Swarm(tmp_path, start_nodes=3, local_steps=1) as swarm:
+            nodes = [swarm.add(step_seconds=0.02) for _ in range(3)]
+            await swarm.start(*nodes)
+            await swarm.rounds(1)
+            gone = nodes[-1]
+            await swarm.end(gone)
+            away = max(node.round for node in swarm.running)
+            await swarm.until(lambda: nodes[0].round >= away + 4, "rounds without it")
+            catch_up = Replica.catch_up
+
+            async def slowly(replica: Replica) -> bool:
+                if replica.store.folder == gone.folder:
+                    await asyncio.sleep(1.5)
+                return await catch_up(replica)
+
+            monkeypatch.setattr(Replica, "catch_up", slowly)
+            await swarm.restart(gone)
+            await swarm.until(lambda: nodes[0].round > away + 4 and gone.id in nodes[0].head.shares, "a round with it")
 
     uvloop.run(scenario())
 

@@ -39,6 +39,8 @@ def swarm(tmp_path: Path) -> Iterator[LocalSwarm]:
     """A swarm whose processes all end with the test."""
     with LocalSwarm(tmp_path) as local:
         yield local
+    for box in local.nodes:  # pytest shows this of a test that fails
+        print(f"--- {box.name}", *box.log.read_text().splitlines()[-40:], sep="\n")
 
 
 EXACT = {"encoding.shared": "fp32", "encoding.experts": "fp32", "round.overlap": False}
