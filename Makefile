@@ -6,6 +6,8 @@ BIN = PYTHONSAFEPATH=1 .venv/bin
 INSTALLED = .venv/.installed
 # Tests run side by side: more threads than cores would wait for one another.
 ONE_THREAD = OMP_NUM_THREADS=1
+# pytest compiles much when it starts, and keeps that, whatever the surroundings say.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help install demo test test-gpu lint type bench bench-convergence bench-encodings bench-engine bench-memory \
 	bench-recovery bench-scale bench-sync clean

@@ -2,6 +2,7 @@
 leave marks (`bench.marking_trainer`). For tests of whole rounds, and for what a round costs in a larger swarm."""
 
 import asyncio
+import contextlib
 import gc
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -148,12 +149,20 @@ class Node:
         async for message in (self.serve or self._fetch)(request, context):
             yield message
 
-    def throttle(self, rate: float) -> None:
-        """Serve objects at this many bytes per second and stream."""
+    def throttle(self, rate: float, *, line: asyncio.Lock | None = None, to: str = "") -> None:
+        """Serve objects at this many bytes per second and stream.
+
+        Args:
+            rate: bytes/s.
+            line: all streams that share it have the rate together.
+            to: slow is only what this node asks for.
+        """
 
         async def slowly(request: BytesValue, context: P2PContext) -> AsyncIterator[BytesValue]:
             async for message in self._fetch(request, context):
-                await asyncio.sleep(len(message.value) / rate)
+                if to in ("", str(context.remote_id)):
+                    async with line or contextlib.nullcontext():
+                        await asyncio.sleep(len(message.value) / rate)
                 yield message
 
         self.serve = slowly

@@ -1,10 +1,11 @@
 """The signed documents of a run, their canonical bytes and their envelope.
 
 A document is a frozen value. Its canonical form is msgpack of a map with sorted keys; the SHA-256 of that is its
-digest. On the wire it travels in an envelope with the signer's public key and the signature.
+digest. It travels deflated, which halves it, in an envelope with the signer's public key and the signature.
 """
 
 import hashlib
+import zlib
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -17,8 +18,10 @@ from swarm.manifest import Manifest
 
 MAX_DOCUMENT_BYTES = 3 << 19
 """A unary call of hivemind carries less than 2 MiB."""
-_DOMAIN = b"spes-document/1\n"
-"""What the signature covers besides the body: a signature made for another purpose is never a document."""
+MAX_BODY_BYTES = 8 << 20
+"""Of one document when it is inflated."""
+_DOMAIN = b"spes-document/2\n"
+"""What the signature covers besides the deflated body: a signature made for another purpose is never a document."""
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """SHA-256 in hexadecimal."""
@@ -280,7 +283,8 @@ def state_digest(digests: dict[str, str]) -> str:
 def seal(identity: Identity, document: D) -> Signed[D]:
     """Sign a document."""
     body = canonical(document)
-    envelope = {"body": body, "key": identity.public_key, "signature": identity.sign(_DOMAIN + body)}
+    deflated = zlib.compress(body)
+    envelope = {"body": deflated, "key": identity.public_key, "signature": identity.sign(_DOMAIN + deflated)}
     wire = bytes(msgpack.packb(envelope, use_bin_type=True))
     return Signed(document, identity.node_id, digest_of(body), wire)
 
@@ -300,7 +304,18 @@ def _open(wire: bytes) -> tuple[bytes, NodeId]:
         raise Rejected("not an envelope") from error
     if not verify(key, _DOMAIN + body, signature):
         raise Rejected("the signature does not hold")
-    return body, signer
+    return _inflate(body), signer
+
+
+def _inflate(deflated: bytes) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        body = inflater.decompress(deflated, MAX_BODY_BYTES)
+    except zlib.error as error:
+        raise Rejected("the body is not deflated") from error
+    if not inflater.eof or inflater.unused_data:
+        raise Rejected(f"the body is cut short, goes on after its end, or has more than {MAX_BODY_BYTES} bytes")
+    return body
 
 
 def _parse(model: type[D], fields: object) -> D:

@@ -20,6 +20,7 @@ from swarm.network import Network
 from swarm.patience import LOOK_SECONDS, names, short
 from swarm.planner import Planner, accepted_commit, accepted_plan
 from swarm.progress import HandedIn, Utilisation
+from swarm.pursuit import Pursuit
 from swarm.replica import Replica, Unobtainable
 from swarm.residuals import Residuals
 from swarm.round import Round
@@ -68,6 +69,7 @@ class Participant:
         self.exchange.on_served = self.board.notify  # a result that a peer has may be committed
         self.membership = Membership(network, manifest, record, lambda: (self.exchange.sent, self.exchange.received))
         self.replica = Replica(store, self.exchange, self.membership, self.manifest.encoding)
+        self._pursuit = Pursuit(self.replica, self.exchange, self.membership, lambda text: self._tell("syncing", text))
         self._context = Context(
             manifest=self.manifest,
             run_id=self.run_id,
@@ -207,7 +209,7 @@ class Participant:
     async def _synchronise(self) -> None:
         """Get the newest state that any peer has."""
         while True:
-            moved = await self.replica.catch_up()
+            moved = await self._pursuit.run()
             if self.replica.store.head is not None:
                 break
             if not moved:
@@ -261,7 +263,7 @@ class Participant:
 
     async def _catch_up(self) -> None:
         before = self.replica.head
-        if await self.replica.catch_up():
+        if await self._pursuit.run():
             after = self.replica.head.document
             if after.round <= before.document.round or (
                 after.round == before.document.round + 1 and after.parent != before.digest

@@ -176,7 +176,7 @@ class Planner:
                     "waiting", f"{len(ready)} of the {needed} nodes that the run waits for (start_nodes) are here"
                 )
             elif (not awaited and not few) or self._elapsed() > began + patience:
-                coming = [node for node, record in trainers.items() if self._is_coming(node, record)]
+                coming = [n for n, r in trainers.items() if r.round < head.round and self._board.is_moving(n)]
                 if not coming or self._elapsed() > began + CATCH_UP_SECONDS:
                     return ready
                 context.tell("waiting", f"waiting {CATCH_UP_SECONDS:g} s for {names(coming)} to catch up")
@@ -189,11 +189,6 @@ class Planner:
             if self._elapsed() > look:
                 look = self._elapsed() + LOOK_SECONDS
                 await self._patience.look(awaited, "plan")
-
-    def _is_coming(self, node: NodeId, record: NodeRecord) -> bool:
-        """Whether a node fetches newer and newer states, and may hold this one in a moment."""
-        behind = record.round < self._head.document.round
-        return behind and self._board.is_moving(node) and not self._excused(node)
 
     async def _wait_for(self, leaders_before: list[str], seconds: float) -> None:
         """Wait until one of those who come first is gone, or their time is over."""

@@ -3,18 +3,16 @@
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
 
 from model.errors import SpesError
 from swarm import codec
 from swarm.contribute import encoding_of
-from swarm.documents import Commit, Document, Encoded, Signed, state_digest
-from swarm.exchange import CallFailed, Exchange, Writer
+from swarm.documents import Commit, Encoded, Signed, state_digest
+from swarm.exchange import Exchange, Writer
 from swarm.gather import Gather
 from swarm.identity import NodeId
 from swarm.manifest import Encoding, EncodingSettings
-from swarm.membership import Membership, NodeRecord
-from swarm.ranking import ranked
+from swarm.membership import Membership
 from swarm.store import ObjectWriter, ShardStore, read_commit
 
 VALUE_BYTES = 4
@@ -66,13 +64,11 @@ class Replica:
         following = [
             c
             for c in commits
-            if c.document.parent == self.head.digest
-            and not self._is_void(c.digest)
-            and self._has_same_layout(c.document)
+            if c.document.parent == self.head.digest and not self.is_void(c.digest) and self.has_same_layout(c.document)
         ]
         return max(following, key=lambda c: weight(c.document.tokens, c.document.round, c.digest), default=None)
 
-    def _has_same_layout(self, commit: Commit) -> bool:
+    def has_same_layout(self, commit: Commit) -> bool:
         """Whether a commit is about the shards that are here, in their sizes."""
         here = self.store.head
         if here is None:
@@ -80,8 +76,13 @@ class Replica:
         sizes = {name: shard.size for name, shard in here.document.shards.items()}
         return {name: shard.size for name, shard in commit.shards.items()} == sizes
 
-    def _is_void(self, digest: str) -> bool:
+    def is_void(self, digest: str) -> bool:
+        """Whether a commit could not be obtained a moment ago."""
         return self._void.get(digest, 0.0) > asyncio.get_running_loop().time()
+
+    def give_up(self, commit: Signed[Commit]) -> None:
+        """Leave a commit that cannot be obtained alone for a while."""
+        self._void[commit.digest] = asyncio.get_running_loop().time() + VOID_SECONDS
 
     # one shard
 
@@ -91,15 +92,22 @@ class Replica:
 
     def encoded_size(self, name: str) -> int:
         """Bytes of a shard as it travels."""
-        return codec.encoded_size(self.encoding(name), self.head.document.shards[name].size // VALUE_BYTES)
+        return self._encoded_size(name, self.head.document)
+
+    def _encoded_size(self, name: str, base: Commit) -> int:
+        return codec.encoded_size(self.encoding(name), base.shards[name].size // VALUE_BYTES)
 
     def result_writer(self, name: str, encoded: Encoded) -> ObjectWriter:
-        """Where a shard's result goes while it arrives: values are part of the state as they come."""
+        """Where a shard's result goes while it arrives."""
+        return self._result_writer(name, encoded, self.head.document)
+
+    def _result_writer(self, name: str, encoded: Encoded, base: Commit) -> ObjectWriter:
+        # values are part of the state as they come
         if codec.carries_values(self.encoding(name)):
             return self.store.writer(encoded.digest, encoded.size)
-        return self.store.scratch_writer(self.head.document.round + 1, encoded.digest, encoded.size)
+        return self.store.scratch_writer(base.round + 1, encoded.digest, encoded.size)
 
-    def apply(self, name: str, encoded: Encoded, values: str) -> str:
+    def apply(self, name: str, encoded: Encoded, values: str, base: Commit | None = None) -> str:
         """Make the new values of a shard from the result that has been fetched, and put them into the store. It reads
         and writes files, so it belongs into a thread.
 
@@ -107,14 +115,16 @@ class Replica:
             name: the shard.
             encoded: the result, in the store.
             values: digest that the new values must have.
+            base: has the old values; the head, if it is none.
 
         Returns:
             Why that is impossible, for people; empty when the values are here.
         """
         path = self.store.find(encoded.digest)
-        if path is None or path.stat().st_size != self.encoded_size(name):
+        base = base or self.head.document
+        if path is None or path.stat().st_size != self._encoded_size(name, base):
             return f"its result for {name} has the size of another shard"
-        encoding, shard = self.encoding(name), self.head.document.shards[name]
+        encoding, shard = self.encoding(name), base.shards[name]
         if not codec.is_finite(encoding, path):
             self.store.discard(encoded.digest)
             return f"its result for {name} is not finite"
@@ -146,14 +156,13 @@ class Replica:
             Unobtainable: after PASSES rounds of asking, shards are still missing.
             UserError: the disk has no room for them.
         """
-        lacking = sum(s.size for s in commit.shards.values() if self.store.find(s.digest) is None)
-        self.store.require_space(lacking)
+        self.store.require_space(self.lacking(commit))
         for attempt in range(PASSES):
             await asyncio.sleep(attempt * PAUSE_SECONDS)
             if not (missing := await self._missing(commit)):
                 return
             if self.store.head is not None and self.head.digest == commit.parent:
-                await self._fetch_updates(commit, missing, sources)
+                await self._fetch_updates(self.head.document, commit, missing, sources)
                 missing = await self._missing(commit)
             values = {commit.shards[n].digest: commit.shards[n].size for n in missing}
             await self._fetch(values, sources)
@@ -161,21 +170,42 @@ class Replica:
         if missing := await self._missing(commit):
             raise Unobtainable(f"round {commit.round}: nobody has {len(missing)} of its shards, {missing[0]} first")
 
-    async def _fetch_updates(self, commit: Commit, names: Sequence[str], sources: Sequence[str]) -> None:
-        """Fetch what travelled in the round of a commit that follows the head, and make the new values from it."""
+    def lacking(self, commit: Commit) -> int:
+        """Bytes of a commit's state that are not here."""
+        return sum(shard.size for shard in commit.shards.values() if self.store.find(shard.digest) is None)
+
+    async def carry(self, base: Commit, commit: Commit, sources: Sequence[str]) -> None:
+        """Bring what is here of a commit to the one that follows it, by what travelled in that round. What stays behind
+        is of no use any more, and is thrown away.
+
+        Args:
+            base: a commit of which some shards are here.
+            commit: the one that follows it.
+            sources: nodes that may have what travelled, best first.
+        """
+        held = [name for name in await self._missing(commit) if self.store.find(base.shards[name].digest) is not None]
+        await self._fetch_updates(base, commit, held, sources)
+        kept = {shard.digest for shard in commit.shards.values()}
+        for digest in {shard.digest for shard in base.shards.values()} - kept:
+            self.store.discard(digest)
+
+    async def _fetch_updates(self, base: Commit, commit: Commit, names: Sequence[str], sources: Sequence[str]) -> None:
+        """Fetch what travelled in the round of a commit that follows `base`, and make the new values from it."""
         updates = {
             name: commit.updates[name].encoded
             for name in names
-            if name in commit.updates and commit.updates[name].encoded.size == self.encoded_size(name)
+            if name in commit.updates and commit.updates[name].encoded.size == self._encoded_size(name, base)
         }
         names_of = {encoded.digest: name for name, encoded in updates.items()}
         lacking = {e.digest: e.size for e in updates.values() if self.store.find(e.digest) is None}
-        await self._fetch(
-            lacking, sources, lambda digest, _: self.result_writer(names_of[digest], updates[names_of[digest]])
-        )
+
+        def writer(digest: str, _: int) -> ObjectWriter:
+            return self._result_writer(names_of[digest], updates[names_of[digest]], base)
+
+        await self._fetch(lacking, sources, writer)
         for name, encoded in updates.items():
             if self.store.find(encoded.digest) is not None:
-                trouble = await asyncio.to_thread(self.apply, name, encoded, commit.shards[name].digest)
+                trouble = await asyncio.to_thread(self.apply, name, encoded, commit.shards[name].digest, base)
                 if trouble:
                     log.warning("round %d: %s", commit.round, trouble)
 
@@ -223,7 +253,7 @@ class Replica:
         try:
             await self.gather(commit.document, sources)
         except Unobtainable:
-            self._void[commit.digest] = asyncio.get_running_loop().time() + VOID_SECONDS
+            self.give_up(commit)
             raise
         await asyncio.to_thread(self.store.adopt, commit)
         self.announce()
@@ -238,27 +268,6 @@ class Replica:
             tokens=head.document.tokens,
         )
 
-    async def catch_up(self) -> bool:
-        """Move to the best commit that peers hold and give, when it is better than the head; whether the head has
-        moved."""
-        view = await self._membership.refresh()
-        for better in self._better(view.present().values()):
-            holders = [node for node, record in view.present().items() if record.commit == better.commit]
-            for node in ranked(holders, self._membership.network.node_id):
-                try:
-                    signed = await self._exchange.read(node, "commit", better.round)
-                except CallFailed as error:
-                    log.debug("catch up: %s", error)
-                    continue
-                if signed is not None and self._is_what_was_told(signed, better):
-                    try:
-                        await self.adopt(cast(Signed[Commit], signed), [node, *(h for h in holders if h != node)])
-                    except Unobtainable as error:
-                        log.warning("%s", error)
-                        break
-                    return True
-        return False
-
     def rival(self) -> NodeId | None:
         """A node on another chain that weighs less than this one's, but weighed more at the round where it stands: it
         will be ahead when its round in progress is committed."""
@@ -266,7 +275,7 @@ class Replica:
         others = {
             node: record
             for node, record in self._membership.view.trainers().items()
-            if record.commit not in ("", head.digest, head.document.parent) and not self._is_void(record.commit)
+            if record.commit not in ("", head.digest, head.document.parent) and not self.is_void(record.commit)
         }
         chain = self._chain(RIVAL_ROUNDS) if others else {}
         for node, record in others.items():
@@ -288,23 +297,3 @@ class Replica:
             before = read_commit(self.store.folder, self.store.run_id, commit.document.round - 1)
             commit = before if before is not None and before.digest == parent else None
         return chain
-
-    def _better(self, records: Iterable[NodeRecord]) -> list[NodeRecord]:
-        """One record for each commit that is better than the head as it tells, the best first."""
-        here = self.store.head
-        floor = weight(here.document.tokens, here.document.round, here.digest) if here is not None else (-1, 0, 0)
-        told = {
-            weight(record.tokens, record.round, record.commit): record
-            for record in records
-            if record.commit and not self._is_void(record.commit)
-        }
-        return [told[key] for key in sorted(told, reverse=True) if key > floor]
-
-    def _is_what_was_told(self, signed: Signed[Document], record: NodeRecord) -> bool:
-        """Whether a document is the commit of a record, and weighs what the record tells: no old one in disguise."""
-        commit = signed.document
-        return (
-            isinstance(commit, Commit)
-            and (signed.digest, commit.round, commit.tokens) == (record.commit, record.round, record.tokens)
-            and self._has_same_layout(commit)
-        )

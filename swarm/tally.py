@@ -1,6 +1,6 @@
 """What the board says about one round: who has handed in, what is averaged, who is still to be waited for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from swarm.context import Context
 from swarm.documents import Commit, Contribution, Plan, Reduction, Result, Signed
@@ -104,12 +104,19 @@ class Tally:
         if mine is None or mine.results.get(name) != result or result.values == self.base.shards[name].digest:
             return False
         others = [node for node in self.plan.roster if node != self._context.me and not self.excused(node)]
-        # where all have changed a shard alike, the average is what each of them has handed in, and nobody fetches it
-        offers = self.contributions()
-        handed_in = (offers[node].shards.get(name) for node in others if node in offers)
-        if any(shard is not None and shard.digest == result.encoded.digest for shard in handed_in):
+        if not others or self._context.exchange.has_served(result.encoded.digest):
             return False
-        return bool(others) and not self._context.exchange.has_served(result.encoded.digest)
+        return result.encoded.digest not in self._made_by(others)
+
+    def _made_by(self, nodes: Sequence[str]) -> Iterator[str]:
+        """Digests of what nodes have made themselves in this round, and never fetch: where all have changed a shard
+        alike, the average is what each of them has handed in, and two shards may have changed by the same bytes."""
+        offers, reductions = self.contributions(), self.reductions()
+        for node in nodes:
+            if (offer := offers.get(node)) is not None:
+                yield from (shard.digest for shard in offer.shards.values())
+            if (reduction := reductions.get(node)) is not None:
+                yield from (result.encoded.digest for result in reduction.results.values())
 
     def awaited_reducers(self, me: str) -> list[str]:
         """The others whose turn it is to average the shards that have no result yet."""

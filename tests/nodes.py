@@ -18,6 +18,7 @@ from swarm.manifest import EncodingSettings, Manifest
 from swarm.membership import Membership
 from swarm.network import Network
 from swarm.progress import Utilisation
+from swarm.pursuit import Pursuit
 from swarm.replica import Replica
 from swarm.residuals import Residuals
 from swarm.store import ShardStore
@@ -59,6 +60,7 @@ class Node:
         signed = Signed(manifest, self.me, RUN, b"")
         self.membership = Membership(network, signed, examples.record(), lambda: (0, 0))
         self.replica = Replica(self.store, self.exchange, self.membership, manifest.encoding)
+        self.pursuit = Pursuit(self.replica, self.exchange, self.membership, lambda text: None)
         self.context = Context(
             manifest=manifest,
             run_id=RUN,

@@ -1,6 +1,8 @@
 """Documents: what is sealed opens again, and nothing else ever does."""
 
 import math
+import tracemalloc
+import zlib
 from typing import Any
 
 import msgpack
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from swarm.documents import (
     DOCUMENTS,
+    MAX_BODY_BYTES,
     MAX_DOCUMENT_BYTES,
     Document,
     Encoded,
@@ -83,8 +86,13 @@ def documents(alice: Identity, bob: Identity) -> dict[str, Document]:
 def sign(identity: Identity, fields: object) -> bytes:
     """The envelope of anything, with a signature that holds; a map has its keys in canonical order."""
     body = bytes(msgpack.packb(dict(sorted(fields.items(), key=str)) if isinstance(fields, dict) else fields))
-    signature = identity.sign(b"spes-document/1\n" + body)
-    return bytes(msgpack.packb({"body": body, "key": identity.public_key, "signature": signature}))
+    return enclose(identity, zlib.compress(body))
+
+
+def enclose(identity: Identity, deflated: bytes) -> bytes:
+    """The envelope of any bytes, with a signature that holds."""
+    signature = identity.sign(b"spes-document/2\n" + deflated)
+    return bytes(msgpack.packb({"body": deflated, "key": identity.public_key, "signature": signature}))
 
 
 def test_there_is_a_sample_of_every_kind(documents: dict[str, Document]) -> None:
@@ -149,7 +157,7 @@ def test_a_document_of_another_run_is_rejected(documents: dict[str, Document], a
 
 
 def test_a_signature_made_for_something_else_is_rejected(documents: dict[str, Document], alice: Identity) -> None:
-    body = canonical(documents["leave"])
+    body = zlib.compress(canonical(documents["leave"]))
     envelope = {"body": body, "key": alice.public_key, "signature": alice.sign(body)}
     with pytest.raises(Rejected, match="signature does not hold"):
         open_document(bytes(msgpack.packb(envelope)), RUN)
@@ -157,7 +165,31 @@ def test_a_signature_made_for_something_else_is_rejected(documents: dict[str, Do
 
 def test_an_oversized_document_is_rejected_unread(alice: Identity) -> None:
     with pytest.raises(Rejected, match="more than"):
-        open_document(sign(alice, b"x" * MAX_DOCUMENT_BYTES), RUN)
+        open_document(enclose(alice, b"x" * MAX_DOCUMENT_BYTES), RUN)
+
+
+@pytest.mark.parametrize("where", ["", "far "])
+def test_a_body_that_inflates_without_end_is_rejected(alice: Identity, where: str) -> None:
+    size = MAX_BODY_BYTES + (100 << 20 if where else 1)
+    bomb = enclose(alice, zlib.compress(bytes(size)))
+    assert len(bomb) < MAX_DOCUMENT_BYTES
+    tracemalloc.start()
+    try:
+        with pytest.raises(Rejected, match="more than"):
+            open_document(bomb, RUN)
+        assert tracemalloc.get_traced_memory()[1] < 3 * MAX_BODY_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_body_is_one_deflated_stream_and_nothing_else(documents: dict[str, Document], alice: Identity) -> None:
+    """Else one document could be hidden behind another."""
+    body = canonical(documents["leave"])
+    deflated = zlib.compress(body)
+    assert open_document(enclose(alice, deflated), RUN).document == documents["leave"]
+    for wrong in (body, deflated[:-1], deflated + b"x", deflated + deflated, b""):
+        with pytest.raises(Rejected, match="body"):
+            open_document(enclose(alice, wrong), RUN)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +230,8 @@ def test_another_form_of_the_same_document_is_rejected(documents: dict[str, Docu
     """A document has one digest, so it may have only one form."""
     fields = documents["contribution"].model_dump()
     body = bytes(msgpack.packb(dict(sorted(fields.items(), reverse=True))))
-    envelope = {"body": body, "key": alice.public_key, "signature": alice.sign(b"spes-document/1\n" + body)}
     with pytest.raises(Rejected, match="canonical"):
-        open_document(bytes(msgpack.packb(envelope)), RUN)
+        open_document(enclose(alice, zlib.compress(body)), RUN)
     with pytest.raises(Rejected, match="canonical"):
         open_document(sign(alice, {**fields, "train_seconds": 1}), RUN)
 
@@ -216,10 +247,9 @@ def test_a_missing_field_is_rejected_by_name(documents: dict[str, Document], ali
     "body", [b"", b"\xc1", b"\x81", b"\x81\xa1a", b"\xdf\xff\xff\xff\xff", b"\x01", b"\x90", b"\x80\x80"]
 )
 def test_a_signed_body_that_is_no_map_is_rejected(alice: Identity, body: bytes) -> None:
-    envelope = {"body": body, "key": alice.public_key, "signature": alice.sign(b"spes-document/1\n" + body)}
     for opens in (open_manifest, lambda wire: open_document(wire, RUN)):
         with pytest.raises(Rejected):
-            opens(bytes(msgpack.packb(envelope)))
+            opens(enclose(alice, zlib.compress(body)))
 
 
 @pytest.mark.parametrize(

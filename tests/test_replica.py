@@ -157,11 +157,11 @@ def test_a_node_many_rounds_behind_fetches_only_what_has_changed(play: Play, enc
         for other in (first, second):
             await other.membership.publish()
         before = node.exchange.received
-        assert await node.replica.catch_up()
+        assert await node.pursuit.run()
         assert is_at(node, step.commit, values)
         moved = node.exchange.received - before - len(step.commit.wire)
         assert moved == len(VALUES["embed"]) + len(VALUES["layer.0.expert.0"])
-        assert not await node.replica.catch_up(), "it is there"
+        assert not await node.pursuit.run(), "it is there"
 
     play(encoding, script)
 
@@ -174,9 +174,25 @@ def test_a_node_that_has_nothing_fetches_the_newest_state(play: Play, tmp_path: 
             other.adopt(step.commit, step.values)
             await other.membership.publish()
         newcomer = Node(node.identity, tmp_path / "new", {}, node.context.manifest, network=node.exchange.network)
-        assert await newcomer.replica.catch_up()
+        assert await newcomer.pursuit.run()
         assert is_at(newcomer, step.commit, step.values)
         assert newcomer.exchange.received == sum(map(len, set(step.values.values()))) + len(step.commit.wire)
+
+    play("int8", script)
+
+
+def test_what_is_here_of_a_commit_is_carried_to_the_next_by_what_travelled(play: Play, tmp_path: Path) -> None:
+    async def script(nodes: list[Node]) -> None:
+        first, _, node = nodes
+        step = Step(first, "int8", VALUES, dict.fromkeys(["embed", "layer.0.expert.0", "layer.0.expert.1"], 0.5))
+        step.hold(first)
+        newcomer = Node(node.identity, tmp_path / "new", {}, node.context.manifest, network=node.exchange.network)
+        for name in ("embed", "head", "layer.0.expert.1"):
+            newcomer.store.put(VALUES[name])
+        await newcomer.replica.carry(first.head.document, step.commit.document, [first.me])
+        here = {path.read_bytes() for path in newcomer.store.folder.glob("objects/*/*")}
+        assert here == {step.values["embed"], VALUES["head"], step.values["layer.0.expert.1"]}
+        assert newcomer.exchange.received == len(step.travelled["embed"]) + len(step.travelled["layer.0.expert.1"])
 
     play("int8", script)
 
@@ -196,9 +212,9 @@ def test_a_record_that_tells_of_a_better_commit_than_there_is(play: Play, lie: s
         liar.membership.note(commit=told[0], round=told[1], tokens=10**12)
         for other in (first, liar):
             await other.membership.publish()
-        assert await node.replica.catch_up()
+        assert await node.pursuit.run()
         assert is_at(node, new.commit, new.values)
-        assert not await node.replica.catch_up()
+        assert not await node.pursuit.run()
 
     play("fp32", script)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ import pytest
 import uvloop
 
 from bench.marking_trainer import moments_of
-from bench.participants import Node, Swarm
+from bench.participants import TINY, Node, Swarm
 from swarm import blocks, codec, exchange, meter
 from swarm.documents import Commit, Document, Plan, Reduction, Signed
 from swarm.manifest import Encoding, EncodingSettings
 from swarm.ranking import ranked
 from swarm.replica import Replica
 from swarm.shard_names import expert_of, trained
+from swarm.store import KEPT_COMMITS
 from tests.accounts import Accounts, require_every_block_once, require_marks, require_means, used
 
 pytestmark = [
@@ -355,16 +356,44 @@ def test_short_rounds_do_not_run_away_from_a_node_that_catches_up(
             await swarm.end(gone)
             away = max(node.round for node in swarm.running)
             await swarm.until(lambda: nodes[0].round >= away + 4, "rounds without it")
-            catch_up = Replica.catch_up
+            adopt = Replica.adopt
 
-            async def slowly(replica: Replica) -> bool:
+            async def slowly(replica: Replica, commit: Signed[Commit], sources: Sequence[str]) -> None:
                 if replica.store.folder == gone.folder:
                     await asyncio.sleep(1.5)
-                return await catch_up(replica)
+                await adopt(replica, commit, sources)
 
-            monkeypatch.setattr(Replica, "catch_up", slowly)
+            monkeypatch.setattr(Replica, "adopt", slowly)
             await swarm.restart(gone)
             await swarm.until(lambda: nodes[0].round > away + 4 and gone.id in nodes[0].head.shares, "a round with it")
+
+    uvloop.run(scenario())
+
+
+def test_a_newcomer_whose_download_takes_many_rounds_arrives(tmp_path: Path) -> None:
+    """Nobody keeps a state for so long: what it has of one is carried on to the next, which is smaller."""
+
+    async def scenario() -> None:
+        settings = EncodingSettings(shared="int4", experts="int4")
+        model = TINY.model_copy(update={"hidden_size": 32, "num_layers": 4})
+        async with Swarm(tmp_path, encoding=settings, start_nodes=2, model=model) as swarm:
+            nodes = [swarm.add(step_seconds=0.5) for _ in range(2)]
+            newcomer = swarm.add(newcomer=True)
+            await swarm.start(*nodes)
+            await swarm.rounds(1)
+            size = sum(shard.size for shard in nodes[0].head.shards.values())
+            line = asyncio.Lock()
+            for node in nodes:
+                node.throttle(size / 10, line=line, to=newcomer.id)
+            began = nodes[0].round
+            await swarm.start(newcomer)
+            await swarm.until(lambda: "% is here" in newcomer.reason, "a word of how far it is")
+            await swarm.until(lambda: newcomer.commits, "the newcomer's first state", 90)
+            assert newcomer.round > began + KEPT_COMMITS, "the state that it began with is gone everywhere"
+            assert newcomer.participant.exchange.received < 2.5 * size
+            for node in nodes:
+                node.serve = None
+            await swarm.until(lambda: newcomer.id in nodes[0].head.shares, "a round with it")
 
     uvloop.run(scenario())
 

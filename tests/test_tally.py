@@ -171,6 +171,15 @@ def test_an_average_of_changes_that_are_all_alike_is_with_everybody(seat: Seat) 
     assert seat.tally.resolved() == {"embed": (seat.me, result)}
 
 
+def test_a_result_with_the_bytes_of_another_shards_is_with_whoever_made_that(seat: Seat) -> None:
+    seat.hand_in_all()
+    seat.hold("embed")
+    seat.announce(seat.me, "embed")
+    assert seat.tally.resolved() == {}
+    seat.announce(seat.ben, head=seat.result("embed", seat.me))
+    assert seat.tally.resolved() == {"embed": (seat.me, seat.result("embed", seat.me))}
+
+
 def test_results_of_strangers_are_none(seat: Seat) -> None:
     seat.hold("embed")
     seat.announce(NODES[4], "embed")
