@@ -57,11 +57,11 @@ class Actor:
         fields: dict[str, Any] = json.loads(line)
         return fields
 
-    def mark(self, kind: str) -> Mark:
-        """Its next mark, which must be of this kind."""
+    def mark(self, *kinds: str) -> Mark:
+        """Its next mark, which must be of one of these kinds."""
         mark = Mark(**self.hear())
-        if mark.kind != kind:
-            raise SpesError(f"{self._log}: {mark.kind} where {kind} was expected")
+        if mark.kind not in kinds:
+            raise SpesError(f"{self._log}: {mark.kind} where {' or '.join(kinds)} was expected")
         return mark
 
     def close(self) -> None:

@@ -205,9 +205,19 @@ def _drive(actors: Sequence[Actor], nodes: int, rounds: int) -> list[list[Mark]]
 
 
 def _listen(actors: Sequence[Actor], nodes: int, rounds: int) -> list[list[Mark]]:
-    """The marks of nodes that synchronise by themselves."""
-    kinds = [*("begin", "end") * rounds, "done"]
-    return [[actor.mark(kind) for kind in kinds] for actor in actors]
+    """The marks of nodes that synchronise by themselves. Who goes over to another leader's plan begins again, and the
+    first time counts."""
+    marks: list[list[Mark]] = []
+    for actor in actors:
+        heard: list[Mark] = []
+        for number in range(1, rounds + 1):
+            heard.append(actor.mark("begin"))
+            while (mark := actor.mark("begin", "end")).kind == "begin":
+                pass
+            heard.append(mark)
+            assert mark.number == number, "no round is left out"
+        marks.append([*heard, actor.mark("done")])
+    return marks
 
 
 def _figures(

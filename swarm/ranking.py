@@ -17,8 +17,9 @@ def ranked(nodes: Iterable[str], *key: object) -> list[str]:
     return sorted(nodes, key=lambda node: (-score(node, *key), node))
 
 
-ALIKE = 0.7
-"""Measured rates of equal lines differ by so much: each depends on what its node was asked for."""
+WEAK, STRONG = 0.6, 2.5
+"""Measured rates of equal lines differ by so much from the usual: lower where a node's peers were busy with others, and
+higher where buffers took what the line did not."""
 UNKNOWN_RATE = 1.25e6
 """Bytes/s, 10 Mbit/s: a line that is slower than this shows it soon."""
 
@@ -33,7 +34,7 @@ def strengths(measured: Mapping[str, float]) -> dict[str, float]:
     unknown = max([statistics.median(known), UNKNOWN_RATE]) if known else UNKNOWN_RATE
     found = {node: value or unknown for node, value in measured.items()}
     usual = statistics.median(found.values()) if found else unknown
-    return {node: usual if ALIKE * usual <= value <= usual / ALIKE else value for node, value in found.items()}
+    return {node: usual if WEAK * usual <= value <= STRONG * usual else value for node, value in found.items()}
 
 
 def ranked_by_strength(measured: Mapping[str, float], *key: object) -> list[str]:
