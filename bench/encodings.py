@@ -185,7 +185,7 @@ class Swarm:
             ((_, result),) = contributions
         else:
             # another reducer in each round, so that what an average leaves out comes late
-            reducer, *_ = ranked(owners, number, name)
+            reducer, *_ = ranked(owners, name)
             result = owners[reducer].average(encoding, name, contributions, base)
         new = base.with_name(f"{name}.new")
         with new.open("wb") as sink:

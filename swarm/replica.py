@@ -175,8 +175,8 @@ class Replica:
         return sum(shard.size for shard in commit.shards.values() if self.store.find(shard.digest) is None)
 
     async def carry(self, base: Commit, commit: Commit, sources: Sequence[str]) -> None:
-        """Bring what is here of a commit to the one that follows it, by what travelled in that round. What stays behind
-        is of no use any more, and is thrown away.
+        """Bring what is here of a commit to the one that follows it, by what travelled in that round. That, and what
+        stays behind, is of no use any more then and is thrown away: many rounds of it would fill the disk.
 
         Args:
             base: a commit of which some shards are here.
@@ -185,8 +185,8 @@ class Replica:
         """
         held = [name for name in await self._missing(commit) if self.store.find(base.shards[name].digest) is not None]
         await self._fetch_updates(base, commit, held, sources)
-        kept = {shard.digest for shard in commit.shards.values()}
-        for digest in {shard.digest for shard in base.shards.values()} - kept:
+        done = {shard.digest for shard in base.shards.values()} | {u.encoded.digest for u in commit.updates.values()}
+        for digest in done - {shard.digest for shard in commit.shards.values()}:
             self.store.discard(digest)
 
     async def _fetch_updates(self, base: Commit, commit: Commit, names: Sequence[str], sources: Sequence[str]) -> None:

@@ -192,6 +192,7 @@ def test_what_is_here_of_a_commit_is_carried_to_the_next_by_what_travelled(play:
         await newcomer.replica.carry(first.head.document, step.commit.document, [first.me])
         here = {path.read_bytes() for path in newcomer.store.folder.glob("objects/*/*")}
         assert here == {step.values["embed"], VALUES["head"], step.values["layer.0.expert.1"]}
+        assert not list(newcomer.store.folder.glob("scratch/*/*")), "the disk does not fill round by round"
         assert newcomer.exchange.received == len(step.travelled["embed"]) + len(step.travelled["layer.0.expert.1"])
 
     play("int8", script)
