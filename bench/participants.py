@@ -54,6 +54,9 @@ QUICK: Mapping[str, Any] = {
 }
 
 
+PATIENCE_SECONDS = 80.0
+"""For what takes some seconds on a machine that is not busy."""
+
 EXACT = EncodingSettings(shared="fp32", experts="fp32")
 
 
@@ -297,7 +300,7 @@ class Swarm:
         self.running.remove(node)
         await getattr(node, how)()
 
-    async def until(self, condition: Callable[[], Any], what: str, seconds: float = 40.0) -> float:
+    async def until(self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS) -> float:
         """Wait until a condition holds; returns the seconds that it took. Raises TimeoutError with what was waited for,
         and whatever has ended a running node."""
         loop = asyncio.get_running_loop()
@@ -311,7 +314,9 @@ class Swarm:
             await asyncio.sleep(0.02)
         return loop.time() - started
 
-    async def rounds(self, number: int, nodes: Iterable[Node] | None = None, seconds: float = 40.0) -> float:
+    async def rounds(
+        self, number: int, nodes: Iterable[Node] | None = None, seconds: float = PATIENCE_SECONDS
+    ) -> float:
         """Wait until nodes, or all that run, have adopted `number` more rounds than the furthest of them has now."""
         chosen = list(nodes if nodes is not None else self.running)
         goal = max(node.round for node in chosen) + number

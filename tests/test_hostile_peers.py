@@ -23,7 +23,7 @@ from tests.accounts import Accounts, require_every_block_once, require_means
 
 pytestmark = [
     pytest.mark.swarm,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(240),
     # hivemind leaves the streams of calls that break off to the collector
     pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:unclosed resource <UnixTransport:ResourceWarning"),
