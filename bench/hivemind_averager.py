@@ -34,10 +34,8 @@ def start(stage: Stage, shared: int) -> list[Actor]:
         actors.append(
             stage.start(node, "bench.hivemind_averager", stage.address(node), *sizes, *peers, name="averager")
         )
-        if not peers:
-            peers = actors[0].hear()["addresses"]
-    for actor in actors[1:]:
-        actor.hear()
+        # one after the other, with all before it as peers: two that join at the same moment may never find each other
+        peers += actors[-1].hear()["addresses"]
     return actors
 
 
