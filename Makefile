@@ -69,7 +69,8 @@ bench-recovery: install ## kill and stop nodes in every phase of a round: what i
 bench-sync: install ## compare a synchronisation with a parameter server's round, behind slow lines (root) and on loopback
 	PYTHONPATH=. $(BIN)/python -m bench.sync
 
-bench-scale: install ## count what a swarm of 4 and of 8 nodes on this box costs each of them
+bench-scale: install ## count what a swarm on this box costs each of its nodes, and compute it for larger ones
+	PYTHONPATH=. $(BIN)/python -m bench.scale_model
 	PYTHONPATH=. $(BIN)/python -m bench.scale
 
 clean: ## remove .venv and everything else that was built
