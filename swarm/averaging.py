@@ -45,6 +45,7 @@ class Averaging:
                 theirs = {name for offer in others for name in offer.shards}
                 # what needs nothing from others is on its way to them while the rest is being fetched
                 await self._reduce([name for name in turn if name not in theirs])
+                log.debug("round %d: this node averages what others have trained, too", self._tally.plan.round)
                 await self._reduce([name for name in turn if name in theirs])
             await self._patience.wait(
                 self._due,
