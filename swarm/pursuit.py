@@ -68,7 +68,14 @@ class Pursuit:
         return False
 
     async def _gather(self, target: Target) -> Target | None:
-        """Gather a commit; ends early with a better one when there is one. Raises Unobtainable."""
+        """Gather a commit; ends early with a better one when there is one. Raises Unobtainable.
+
+        What follows the head comes as what travelled, like to everybody, and is never left for a better one: the next
+        step begins there.
+        """
+        head = self._replica.store.head
+        if head is not None and target.commit.document.parent == head.digest:
+            return None  # adopting gathers it
         gathering = asyncio.create_task(self._replica.gather(target.commit.document, target.holders))
         watching = asyncio.create_task(self._wait_for_better(target))
         try:
