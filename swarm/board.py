@@ -107,6 +107,8 @@ class Board:
     def lose(self, node: str) -> None:
         """Note that a node does not answer."""
         self.lost.setdefault(node, self.committed)
+        if node in self._seen:  # only what it tells from now on shows that it moves
+            self._seen[node] = self._seen[node][0], -MOVING_SECONDS
         self.notify()
 
     def advance(self, committed: int) -> None:

@@ -173,6 +173,11 @@ def test_who_tells_of_newer_rounds_is_moving(monkeypatch: pytest.MonkeyPatch) ->
     assert not board.is_moving(BOB), "it tells the same again"
     board.see(BOB, 4)
     assert board.is_moving(BOB)
+    board.lose(BOB)
+    board.see(BOB, 4)
+    assert not board.is_moving(BOB), "it told that before it was lost"
+    board.see(BOB, 5)
+    assert board.is_moving(BOB)
 
 
 def test_a_document_is_judged_once_until_the_head_moves() -> None:
