@@ -20,9 +20,9 @@ from model.settings import LossSettings, ModelSettings, OptimizerSettings
 from swarm.documents import Commit, Document, Signed, seal
 from swarm.identity import Identity
 from swarm.manifest import DataSettings, EncodingSettings, Manifest, RoundSettings
-from swarm.membership import NodeRecord, View
 from swarm.network import Network
 from swarm.participant import Participant
+from swarm.records import NodeRecord, View
 from swarm.release import VERSION
 from swarm.store import ShardStore
 

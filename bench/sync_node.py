@@ -24,9 +24,9 @@ from node.stores import find_run
 from swarm.documents import Commit, Signed, seal
 from swarm.identity import Identity
 from swarm.manifest import DataSettings, Manifest, RoundSettings
-from swarm.membership import NodeRecord, View
 from swarm.network import Network
 from swarm.participant import Participant
+from swarm.records import NodeRecord, View
 from swarm.release import VERSION
 from swarm.shard_names import expert_of, trained
 from swarm.store import ShardStore, run_folder, write_durably

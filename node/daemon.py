@@ -10,9 +10,9 @@ from swarm.history import History, RoundLine
 from swarm.identity import Identity
 from swarm.lifecycle import live
 from swarm.manifest import Manifest
-from swarm.membership import NodeRecord, State
 from swarm.network import Network
 from swarm.participant import Participant
+from swarm.records import NodeRecord, State
 from swarm.release import VERSION
 from swarm.store import ShardStore, run_folder, write_durably
 

@@ -10,9 +10,10 @@ from swarm.documents import Commit, Signed
 from swarm.exchange import CallFailed, Exchange
 from swarm.identity import Identity, NodeId
 from swarm.manifest import Manifest
-from swarm.membership import NodeRecord, View, read_view
+from swarm.membership import read_view
 from swarm.network import Network
 from swarm.patience import short
+from swarm.records import NodeRecord, View
 from swarm.replica import weight
 
 SCHEMA = 1
@@ -66,17 +67,15 @@ def summarise(manifest: Signed[Manifest], view: View, commit: Commit | None) -> 
         "experts": run.model.num_experts,
         "experts_covered": len(holders),
         "leases": {str(expert): sorted(holders[expert]) for expert in sorted(holders)},
-        "nodes": [
-            _node(node, record, view.leases.get(node, ()), commit) for node, record in sorted(view.nodes.items())
-        ],
+        "nodes": [_node(node, record, commit) for node, record in sorted(view.nodes.items())],
     }
 
 
-def _node(node: NodeId, record: NodeRecord, experts: Sequence[int], commit: Commit | None) -> dict[str, Any]:
+def _node(node: NodeId, record: NodeRecord, commit: Commit | None) -> dict[str, Any]:
     return {
         "id": node,
         **record.model_dump(include={"name", "role", "state", "reason", "round", "digest", "version", "device"}),
-        "experts": list(experts),
+        "experts": list(record.experts),
         "in_sync": commit is not None and record.digest == commit.state,
         "trained_tokens": record.trained_tokens,
         "utilisation": record.utilisation,

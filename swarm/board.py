@@ -21,6 +21,8 @@ class Board:
     def __init__(self) -> None:
         self.plans: dict[int, dict[str, Signed[Plan]]] = {}
         """By round, then by leader."""
+        self.heads: dict[str, str] = {}
+        """Digest of the commit that each peer has told to be its head."""
         self.commits: dict[int, dict[str, Signed[Commit]]] = {}
         """By round, then by leader."""
         self.contributions: dict[tuple[int, str], dict[str, Signed[Contribution]]] = {}
@@ -91,6 +93,13 @@ class Board:
     def hear(self, node: str) -> None:
         """Note that a node is there."""
         self.lost.pop(node, None)
+
+    def meet(self, node: str, digest: str, number: int) -> None:
+        """Note that a peer has told what its head is."""
+        self.hear(node)
+        self.heads[node] = digest
+        self.see(node, number)
+        self.notify()
 
     def see(self, node: str, number: int) -> None:
         """Note which round a node's record tells that it holds: one that was committed after it was lost shows that it

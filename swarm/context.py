@@ -11,9 +11,10 @@ from swarm.exchange import Exchange
 from swarm.identity import Identity, NodeId
 from swarm.inheritance import Inheritance
 from swarm.manifest import Manifest
-from swarm.membership import Membership, State
+from swarm.membership import Membership
 from swarm.patience import Patience, short
 from swarm.progress import Utilisation
+from swarm.records import State
 from swarm.replica import Replica
 from swarm.residuals import Residuals
 

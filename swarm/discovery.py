@@ -50,9 +50,9 @@ async def find_manifest(network: Network, run_id: str | None = None) -> Signed[M
 async def _read(network: Network) -> dict[str, Signed[Manifest]]:
     """Valid manifests by run id."""
     found = {}
-    for node, wire in (await network.read(MANIFEST_KEY)).items():
+    for node, record in (await network.read([MANIFEST_KEY])).items():
         try:
-            signed = open_manifest(wire)
+            signed = open_manifest(record.value)
         except Rejected as error:
             log.debug("manifest from %s: %s", node, error)
             continue

@@ -6,7 +6,7 @@ Every message is one `BytesValue` of protobuf's own well-known types, so no gene
 import asyncio
 import logging
 import struct
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from hivemind.p2p import P2PContext, PeerID, ServicerBase
 
 from swarm.arrivals import Arrivals
 from swarm.documents import Document, Rejected, Signed, open_document
+from swarm.identity import NodeId
 from swarm.meter import Meter, Outflow
 from swarm.network import Network
 from swarm.store import ObjectWriter
@@ -73,6 +74,9 @@ class Handler(Protocol):
 
     def position(self) -> tuple[str, int]:
         """Digest and round of this node's head."""
+
+    def greet(self, node: NodeId, digest: str, number: int) -> None:
+        """Hear from a peer what its head is."""
 
 
 class Exchange(ServicerBase):
@@ -142,7 +146,9 @@ class Exchange(ServicerBase):
         return BytesValue(value=found)
 
     async def rpc_ping(self, request: BytesValue, context: P2PContext) -> BytesValue:
-        """Say which commit this node holds."""
+        """Hear which commit a peer holds, and say which one this node holds."""
+        if request.value:
+            self._handler.greet(NodeId(context.remote_id.to_base58()), *_pair(request.value))
         return BytesValue(value=msgpack.packb(self._handler.position()))
 
     async def rpc_fetch(self, request: BytesValue, context: P2PContext) -> AsyncIterator[BytesValue]:
@@ -243,8 +249,9 @@ class Exchange(ServicerBase):
         return bytes(answer.value)
 
     async def ping(self, node: str, seconds: float = CALL_SECONDS) -> tuple[str, int]:
-        """Digest and round of a peer's head. Raises CallFailed, after `seconds` at the latest."""
-        answer = await self._call(lambda stub: stub.rpc_ping(BytesValue()), node, seconds)  # type: ignore[call-arg]
+        """Tell a peer this node's head; returns the digest and round of its own. Raises CallFailed after `seconds`."""
+        mine = BytesValue(value=msgpack.packb(self._node.position()) if self._node is not None else b"")
+        answer = await self._call(lambda stub: stub.rpc_ping(mine), node, seconds)  # type: ignore[call-arg]
         try:
             return _pair(answer)
         except ValueError as error:
@@ -270,9 +277,24 @@ class Exchange(ServicerBase):
         """Give a document to many peers, without waiting: a slow or dead one delays nobody, and reads it later."""
         for node in nodes:
             if node != self.network.node_id:
-                delivery = asyncio.create_task(self._post(node, signed))
-                self._deliveries.add(delivery)
-                delivery.add_done_callback(self._deliveries.discard)
+                self._deliver(self._post(node, signed))
+
+    def greet(self, nodes: Iterable[str]) -> None:
+        """Tell peers what this node's head is, without waiting."""
+        for node in nodes:
+            if node != self.network.node_id:
+                self._deliver(self._greet(node))
+
+    async def _greet(self, node: str) -> None:
+        try:
+            await self.ping(node)
+        except CallFailed as error:
+            log.debug("greeting not delivered: %s", error)
+
+    def _deliver(self, call: Coroutine[None, None, None]) -> None:
+        delivery = asyncio.create_task(call)
+        self._deliveries.add(delivery)
+        delivery.add_done_callback(self._deliveries.discard)
 
     async def flush(self) -> None:
         """Wait until everything that was posted is delivered or given up, at most CALL_SECONDS."""

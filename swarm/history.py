@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swarm.documents import Commit, Signed
 from swarm.identity import NodeId
-from swarm.membership import View
+from swarm.records import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

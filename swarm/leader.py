@@ -19,8 +19,8 @@ from swarm.documents import (
 from swarm.identity import NodeId
 from swarm.lease import settle
 from swarm.manifest import Manifest, RoundSettings
-from swarm.membership import NodeRecord, View
 from swarm.ranking import ranked, ranked_by_strength, strengths
+from swarm.records import NodeRecord, View
 from swarm.shard_names import expert_of, trained
 
 MAX_LOSS = 1000.0

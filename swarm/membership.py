@@ -1,20 +1,17 @@
-"""Who is in the swarm: node records and leases in the DHT, kept alive while the daemon lives."""
+"""Who is in the swarm: this node's record in the DHT, kept alive while the daemon lives, and those of the others."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+import math
+from collections.abc import Callable
+from typing import Any
 
-import msgpack
-from pydantic import Field, ValidationError
-
-from model.settings import Settings
-from swarm.documents import Count, Digest, Signed, canonical
+from swarm.documents import Signed, canonical
 from swarm.identity import NodeId
-from swarm.manifest import PROTOCOL, Manifest
-from swarm.network import Network
+from swarm.manifest import Manifest
+from swarm.network import Network, Stored
 from swarm.ranking import ranked
+from swarm.records import NodeRecord, View, record_key, record_keys
 
 log = logging.getLogger(__name__)
 
@@ -23,86 +20,10 @@ MANIFEST_KEY = "spes.manifest"
 MANIFEST_KEEPERS = 3
 BEATS_PER_LEASE = 5
 """A record is renewed this often in its life, so that one lost renewal or two do not matter."""
-
-State = Literal["starting", "syncing", "waiting", "training", "averaging", "following", "finished", "left"]
-Text = Field(max_length=120)
-
-
-class NodeRecord(Settings):
-    """What a node says about itself to everybody; at most 4 kB."""
-
-    run: Digest
-    protocol: Count = PROTOCOL
-    version: str = Text
-    name: str = Text
-    role: Literal["trainer", "rendezvous", "seed"]
-    state: State = "starting"
-    reason: str = Field(default="", max_length=120)
-    """Why the node is in this state, as a sentence."""
-    addresses: tuple[str, ...] = Field(max_length=4)
-    round: Count = 0
-    """Last commit this node holds completely."""
-    commit: str = Field(default="", max_length=64)
-    """Digest of that commit."""
-    digest: str = Field(default="", max_length=64)
-    """Digest of the model state, computed from the shards on this node's disk."""
-    tokens: Count = 0
-    """Tokens of the run up to that commit: of two chains the one with more wins."""
-    capacity: Count = 0
-    """Experts this node can train."""
-    device: str = Field(default="", max_length=120)
-    seconds_per_step: float = Field(default=0.0, ge=0)
-    utilisation: float = Field(default=0.0, ge=0, le=1)
-    """Share of its time that it spent in training steps between its last two contributions."""
-    complaint: str = Field(default="", max_length=120)
-    """What a peer did wrong, as this node saw it last; empty when none did."""
-    uplink: Count = 0
-    """Bytes/s that it can send, as measured while it served its peers, see `steady_rate`; 0 until it is known."""
-    trained_tokens: Count = 0
-    """Tokens this node has trained since it started."""
-    sent: Count = 0
-    """Bytes of shards and documents sent since the start."""
-    received: Count = 0
-
-
-class LeaseRecord(Settings):
-    """The experts a node holds; the record's expiry is the lease's."""
-
-    run: Digest
-    experts: tuple[Count, ...] = Field(max_length=4096)
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The swarm as one node sees it at one moment."""
-
-    nodes: Mapping[NodeId, NodeRecord] = field(default_factory=dict)
-    leases: Mapping[NodeId, tuple[int, ...]] = field(default_factory=dict)
-
-    def without(self, node: NodeId) -> "View":
-        """The view when a node is gone."""
-        return View(
-            {other: record for other, record in self.nodes.items() if other != node},
-            {other: experts for other, experts in self.leases.items() if other != node},
-        )
-
-    def present(self) -> dict[NodeId, NodeRecord]:
-        """Nodes that have not said goodbye."""
-        return {node: record for node, record in self.nodes.items() if record.state != "left"}
-
-    def trainers(self) -> dict[NodeId, NodeRecord]:
-        """Nodes that train."""
-        return {node: record for node, record in self.present().items() if record.role == "trainer"}
-
-    def holders(self) -> dict[int, list[NodeId]]:
-        """For each leased expert, who holds a lease on it."""
-        present, found = self.present(), dict[int, list[NodeId]]()
-        for node, experts in self.leases.items():
-            if node in present:
-                for expert in experts:
-                    found.setdefault(expert, []).append(node)
-        return found
-
+RECORDS_PER_SECOND = 16
+"""That a node reads at most when it looks more often than it must: the larger the swarm, the fewer looks."""
+FRESHEST_SECONDS = 0.25
+"""A view that is not older than this is as good as a new one."""
 
 STEADY = 0.75
 """A rate that is at least this part of another is told as if it were the same."""
@@ -118,37 +39,32 @@ def steady_rate(told: int, measured: float) -> int:
     return told if STEADY * told <= measured <= told / STEADY else int(measured)
 
 
-R = TypeVar("R", bound=Settings)
+class Lookout:
+    """The records of a run as they are found in the DHT, little by little: each counts until it ends, whatever a later
+    look misses."""
 
+    def __init__(self, network: Network, run_id: str) -> None:
+        self._network = network
+        self._run_id = run_id
+        self._found: dict[NodeId, tuple[Stored, NodeRecord]] = {}
 
-def _parse(model: type[R], node: NodeId, value: bytes) -> R | None:
-    try:
-        fields: Any = msgpack.unpackb(value, use_list=False)
-        return model.model_validate(fields)
-    except (ValueError, TypeError, ValidationError) as error:
-        log.debug("record of %s is not a %s: %s", node, model.__name__, error)
-        return None
-
-
-def nodes_key(run_id: str) -> str:
-    """DHT key of a run's node records."""
-    return f"{run_id}.nodes"
-
-
-def leases_key(run_id: str) -> str:
-    """DHT key of a run's leases."""
-    return f"{run_id}.leases"
+    async def look(self, *, thorough: bool) -> dict[NodeId, NodeRecord]:
+        """Read the records again; `thorough` as in `Network.read`. Returns those that have not ended."""
+        for node, stored in (await self._network.read(record_keys(self._run_id), thorough=thorough)).items():
+            if node in self._found and self._found[node][0].until >= stored.until:
+                continue
+            try:
+                self._found[node] = stored, NodeRecord.open(stored.value, self._run_id)
+            except (ValueError, TypeError) as error:
+                log.debug("record of %s: %s", node, error)
+                self._found.pop(node, None)
+        self._found = {node: found for node, found in self._found.items() if found[0].is_live}
+        return {node: record for node, (_, record) in self._found.items()}
 
 
 async def read_view(network: Network, run_id: str) -> View:
-    """Read the swarm's records from the DHT; those of another run or another form are left out."""
-    records, leases = await asyncio.gather(network.read(nodes_key(run_id)), network.read(leases_key(run_id)))
-    nodes = {node: _parse(NodeRecord, node, value) for node, value in records.items()}
-    held = {node: _parse(LeaseRecord, node, value) for node, value in leases.items()}
-    return View(
-        {n: r for n, r in nodes.items() if r is not None and r.run == run_id and r.protocol == PROTOCOL},
-        {n: r.experts for n, r in held.items() if r is not None and r.run == run_id},
-    )
+    """The swarm as it is now, for somebody who does not stay."""
+    return View(await Lookout(network, run_id).look(thorough=True))
 
 
 class Membership:
@@ -170,10 +86,15 @@ class Membership:
         self.network = network
         self._traffic = traffic
         self.record = record
-        self.experts: tuple[int, ...] = ()
         self.view = View()
         self._manifest = manifest.wire
         self._lease_seconds = manifest.document.round.lease_seconds
+        self._beat_seconds = self._lease_seconds / BEATS_PER_LEASE
+        self._lookout = Lookout(network, manifest.digest)
+        self._looking = asyncio.Lock()
+        self._looked = -math.inf
+        self._looked_thoroughly = -math.inf
+        self._others: dict[NodeId, NodeRecord] = {}
         self._changed = asyncio.Event()
 
     def note(self, **changes: Any) -> None:
@@ -185,47 +106,54 @@ class Membership:
         self.note(**changes)
         self._changed.set()
 
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Those this node holds."""
+        return self.record.experts
+
     def lease(self, experts: tuple[int, ...]) -> None:
         """Change the experts this node holds; a change is published at once."""
         if experts != self.experts:
-            self.experts = experts
-            self._changed.set()
+            self.update(experts=experts)
 
     async def publish(self) -> None:
-        """Store this node's record and lease, and the manifest when this node is one of its keepers."""
+        """Store this node's record, its lease in it."""
         self._count_traffic()
-        run_id = self.record.run
-        lease = LeaseRecord(run=run_id, experts=self.experts)
-        records = {nodes_key(run_id): canonical(self.record), leases_key(run_id): canonical(lease)}
-        if self._keeps_manifest():
-            records[MANIFEST_KEY] = self._manifest
-        await asyncio.gather(*[self.network.store(k, value, self._lease_seconds) for k, value in records.items()])
+        await self.network.store(
+            record_key(self.record.run, self.network.node_id), canonical(self.record), self._lease_seconds
+        )
 
     def _count_traffic(self) -> None:
         sent, received = self._traffic()
         self.record = self.record.model_copy(update={"sent": sent, "received": received})
 
-    def _keeps_manifest(self) -> bool:
-        others = self.view.present().keys() - {self.network.node_id}
-        keepers = ranked([*others, self.network.node_id], self.record.run, "manifest")[:MANIFEST_KEEPERS]
-        return self.record.role == "rendezvous" or self.network.node_id in keepers
-
     async def refresh(self) -> View:
-        """Read the view again; this node's own record is always in it, as it knows itself best."""
-        view = await read_view(self.network, self.record.run)
+        """Look again, unless that was done a moment ago; this node's own record is always there, as it knows itself
+        best."""
+        async with self._looking:
+            now = asyncio.get_running_loop().time()
+            enough = min(len(self.view.nodes) / RECORDS_PER_SECOND, self._beat_seconds)
+            if now - self._looked > max(FRESHEST_SECONDS, enough):
+                # now and then everybody is asked: whoever answers first may have missed some
+                thorough = now - self._looked_thoroughly > self._lease_seconds
+                self._others = await self._lookout.look(thorough=thorough)
+                self._looked = asyncio.get_running_loop().time()
+                if thorough:
+                    self._looked_thoroughly = self._looked
         self._count_traffic()
         me = self.network.node_id
-        self.view = View({**view.nodes, me: self.record}, {**view.leases, me: self.experts})
+        self.view = View({**self._others, me: self.record})
         self.network.book.update({n: r.addresses for n, r in self.view.present().items() if n != me})
         return self.view
 
     async def beat(self) -> None:
         """Renew the records for ever, at once when they change, and look for peers that are out of sight.
 
-        The two go side by side: a peer that does not answer must not delay this node's own sign of life.
+        All that goes side by side: a peer that does not answer must not delay this node's own sign of life.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew())
+            group.create_task(self._keep_manifest())
             group.create_task(self._look_around())
 
     async def _renew(self) -> None:
@@ -233,22 +161,31 @@ class Membership:
             self._changed.clear()
             await self.publish()
             try:
-                async with asyncio.timeout(self._lease_seconds / BEATS_PER_LEASE):
+                async with asyncio.timeout(self._beat_seconds):
                     await self._changed.wait()
             except TimeoutError:
                 continue
+
+    async def _keep_manifest(self) -> None:
+        """Store the manifest as long as this node is one of its keepers."""
+        me = self.network.node_id
+        while True:
+            keepers = ranked({*self.view.present(), me}, self.record.run, "manifest")[:MANIFEST_KEEPERS]
+            if self.record.role == "rendezvous" or me in keepers:
+                await self.network.store(MANIFEST_KEY, self._manifest, self._lease_seconds)
+            await asyncio.sleep(self._beat_seconds)
 
     async def _look_around(self) -> None:
         while True:
             view = await self.refresh()
             # p2pd finds few peers by itself, and a record says where its node is
             there = view.nodes.keys() & await self.network.connected()
-            if missing := self.network.book.contacts.keys() - there:
-                await self.network.redial(missing)
-            await asyncio.sleep(self._lease_seconds / BEATS_PER_LEASE)
+            missing = self.network.book.contacts.keys() - there
+            if missing and await self.network.redial(missing):
+                self._looked_thoroughly = -math.inf  # they know whom nobody here knows
+            await asyncio.sleep(self._beat_seconds)
 
     async def say_goodbye(self) -> None:
         """Withdraw the lease and mark the node as gone."""
-        self.experts = ()
-        self.record = self.record.model_copy(update={"state": "left", "reason": "left the swarm"})
+        self.note(state="left", reason="left the swarm", experts=())
         await self.publish()

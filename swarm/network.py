@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ CALL_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 REDIAL_FIRST_SECONDS = 2.0
 REDIAL_MOST_SECONDS = 15.0
+BEAM = 8
+"""Peers that are asked who is nearest to a key, until that changes no more: five of them keep what is under it."""
 MAX_BOOK = 1024
 """Peers kept in the address book."""
 
@@ -97,6 +100,20 @@ def check_ports(listen: Sequence[str]) -> None:
                     f"cannot listen on {host}:{port} ({(error.strerror or str(error)).lower()}). "
                     "Choose another address: --listen HOST:PORT"
                 ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record as the DHT has it."""
+
+    value: bytes
+    until: float
+    """When it ends, by the DHT's clock."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has not ended yet."""
+        return float(get_dht_time()) < self.until
 
 
 @dataclass(slots=True)
@@ -261,22 +278,38 @@ class Network:
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 expiration = get_dht_time() + seconds
-                await self._dht.store(key, value, expiration, subkey=self._subkey)
+                await self._dht.store(key, value, expiration, subkey=self._subkey, beam_size=BEAM)
         except Exception as error:  # noqa: BLE001 - hivemind passes p2pd's refusals on in several classes
             log.debug("store %s: %s", key, error or type(error).__name__)
 
-    async def read(self, key: str) -> dict[NodeId, bytes]:
-        """All live records of a key, by the node that signed them; empty when nobody answers in time."""
+    async def read(self, keys: Sequence[str], *, thorough: bool = True) -> dict[NodeId, Stored]:
+        """The live records of some keys together, by the node that signed them: of several, the one that lasts longest.
+
+        Args:
+            keys: where to look; what nobody gives in time is left out.
+            thorough: ask everybody who may have records, and put together what they say. Otherwise the first answer for
+                a key does, which may be this node's own: much cheaper where there are many records, but whoever
+                answers may have missed some of them.
+        """
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                found = await self._dht.get(key, latest=True)
+                found = await (
+                    self._dht.get_many(keys, sufficient_expiration_time=math.inf)
+                    if thorough
+                    else self._dht.get_many(keys, beam_size=BEAM)
+                )
         except Exception as error:  # noqa: BLE001 - as in store
-            log.debug("read %s: %s", key, error or type(error).__name__)
+            log.debug("read %s: %s", keys[0], error or type(error).__name__)
             return {}
-        records: Any = found.value if found is not None else None
-        if not isinstance(records, dict):
-            return {}
-        return {owner_of(subkey): item.value for subkey, item in records.items() if isinstance(item.value, bytes)}
+        records = dict[NodeId, Stored]()
+        for entry in found.values():
+            signed: Any = entry.value if entry is not None else None
+            for subkey, item in signed.items() if isinstance(signed, dict) else ():
+                node = owner_of(subkey)
+                known = records.get(node)
+                if isinstance(item.value, bytes) and (known is None or known.until < item.expiration_time):
+                    records[node] = Stored(item.value, item.expiration_time)
+        return records
 
     async def connected(self) -> set[NodeId]:
         """The peers that a connection is open to; empty when p2pd does not answer in time."""

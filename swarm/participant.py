@@ -11,16 +11,17 @@ from swarm.collect import Collector
 from swarm.context import Context
 from swarm.documents import Commit, Contribution, Document, Encoded, Leave, Plan, Reduction, Signed
 from swarm.exchange import PROGRESS_SECONDS, Exchange
-from swarm.identity import Identity
+from swarm.identity import Identity, NodeId
 from swarm.inheritance import Inheritance
-from swarm.leader import claims
+from swarm.leader import claims, leaders
 from swarm.manifest import Manifest
-from swarm.membership import Membership, NodeRecord, State, View, steady_rate
+from swarm.membership import Membership, steady_rate
 from swarm.network import Network
 from swarm.patience import LOOK_SECONDS, names, short
-from swarm.planner import Planner, accepted_commit, accepted_plan
+from swarm.planner import FIRST_LEADERS, Planner, accepted_commit, accepted_plan
 from swarm.progress import HandedIn, Utilisation
 from swarm.pursuit import Pursuit
+from swarm.records import NodeRecord, State, View
 from swarm.replica import Replica, Unobtainable
 from swarm.residuals import Residuals
 from swarm.round import Round
@@ -149,6 +150,11 @@ class Participant:
         """Digest and round of the head."""
         head = self.replica.store.head
         return (head.digest, head.document.round) if head is not None else ("", 0)
+
+    def greet(self, node: NodeId, digest: str, number: int) -> None:
+        """Note what a peer's head is."""
+        if node in self.membership.view.nodes:  # nobody is remembered who is not part of the swarm
+            self.board.meet(node, digest, number)
 
     # the life
 
@@ -306,6 +312,7 @@ class Participant:
         """The plan that follows the head: somebody's, or this node's own; None when the head has moved instead."""
         self._tell(self._idle, f"round {self.replica.head.document.round + 1} is being planned")
         head = self.replica.head.digest
+        self._report()
         await self._catch_up()  # whoever was away must not go on alone where the others have left
         await self._give_way()
         if self.replica.head.digest != head:
@@ -328,6 +335,11 @@ class Participant:
         finally:
             if lead is not None:
                 lead.cancel()
+
+    def _report(self) -> None:
+        """Tell those who are to plan next that this node is ready; they need not look for it."""
+        head, trainers = self.replica.head.document, self.membership.view.trainers()
+        self.exchange.greet(leaders(self.run_id, head, list(trainers))[:FIRST_LEADERS])
 
     async def _give_way(self) -> None:
         """Let a chain pass that is the heavier one, and only behind because its round ends later.

@@ -27,6 +27,8 @@ ASLEEP_SECONDS = 10.0
 """A node that has not looked for this long was stopped: its deadlines have passed without its having waited."""
 FAILURES = 2
 """A peer that does not answer this many pings in a row is lost for the round."""
+LOOKED_AT = 8
+"""Peers that are pinged at a time: who waits for a large swarm must not call all of it every second."""
 WITNESSES = 2
 """Others that are asked for a document of a peer that does not answer."""
 
@@ -56,6 +58,12 @@ class Patience:
         self._tell = tell
         self._failures: dict[str, int] = {}
         """Unanswered pings in a row, by node."""
+        self._margin = margin
+        self._reached = asyncio.get_running_loop().time()
+        """When a peer has answered last."""
+        self._looks = 0
+        self._looked: dict[str, int] = {}
+        """The number of the last look at each node."""
 
     async def wait(
         self, ready: Callable[[], T | None], *, what: Kind, whom: Callable[[], Collection[str]], seconds: float
@@ -87,24 +95,37 @@ class Patience:
         return found
 
     async def look(self, nodes: Collection[str], what: Kind) -> None:
-        """Ping nodes once, and ask them for a document of the round in progress; those that have not answered FAILURES
-        times in a row are marked as lost on the board."""
+        """Ping nodes once, LOOKED_AT of them at most and in turn, and ask them for a document of the round in progress;
+        those that have not answered FAILURES times in a row are marked as lost on the board."""
         others = [node for node in nodes if node != self._exchange.network.node_id]
+        began = asyncio.get_running_loop().time()
+        if len(others) > LOOKED_AT:
+            others = sorted(others, key=lambda node: self._looked.get(node, 0))[:LOOKED_AT]
+        self._looks += 1
+        self._looked.update(dict.fromkeys(others, self._looks))
         answers = await asyncio.gather(*[self._answers(node, what) for node in others])
         for node, answered in zip(others, answers, strict=True):
             self._failures[node] = 0 if answered else self._failures.get(node, 0) + 1
-            if self._failures[node] >= FAILURES:
+            if self._failures[node] >= FAILURES and self._is_connected(began):
                 self._board.lose(node)
+
+    def _is_connected(self, since: float) -> bool:
+        """Whether it is the others who are gone, and not this node: somebody has answered, or nobody for longer than
+        the margin, or there is nobody else who could."""
+        now = asyncio.get_running_loop().time()
+        others = [node for node in self._witnesses() if not self._failures.get(node)]
+        return not others or self._reached >= since or now - self._reached > self._margin
 
     async def _answers(self, node: str, what: Kind) -> bool:
         """Ping a peer and read what may not have been delivered; when it is ahead, that is a commit. A peer that is
         further ahead than that does nothing for this round any more, whatever it answers."""
         committed = self._board.committed
         try:
-            _, number = await self._exchange.ping(node, self._answer_seconds)
+            head, number = await self._exchange.ping(node, self._answer_seconds)
         except CallFailed:
             return await self._at_second_hand(node, what, committed + 1)
-        self._board.hear(node)
+        self._reached = asyncio.get_running_loop().time()
+        self._board.meet(node, head, number)
         try:
             kind = "commit" if number > committed else what
             if (document := await self._exchange.read(node, kind, committed + 1)) is not None:
@@ -116,20 +137,26 @@ class Patience:
     async def _at_second_hand(self, node: str, what: Kind, number: int) -> bool:
         """Ask some others for a document of a peer that does not answer: not everybody can reach everybody. Returns
         whether it is news: what is known already says nothing about whether the peer still lives."""
-        others = set(self._present()) - self._board.lost.keys() - {node, self._exchange.network.node_id}
-        some = random.sample(sorted(others), min(WITNESSES, len(others)))
-        return any(
-            await asyncio.gather(*[ask(self._board, self._exchange, other, what, number, node) for other in some])
-        )
+        others = self._witnesses(node)
+        some = random.sample(others, min(WITNESSES, len(others)))
+        news = await asyncio.gather(*[ask(self._board, self._exchange, other, what, number, node) for other in some])
+        if any(answer is not None for answer in news):
+            self._reached = asyncio.get_running_loop().time()
+        return any(news)
+
+    def _witnesses(self, node: str = "") -> list[str]:
+        """Who is there beside this node and another one."""
+        return sorted(set(self._present()) - self._board.lost.keys() - {node, self._exchange.network.node_id})
 
 
-async def ask(board: Board, exchange: Exchange, witness: str, what: Kind, number: int, author: str) -> bool:
-    """Ask a peer for another one's document and put it on the board; returns whether it is news."""
+async def ask(board: Board, exchange: Exchange, witness: str, what: Kind, number: int, author: str) -> bool | None:
+    """Ask a peer for another one's document and put it on the board; returns whether it is news, None when the peer
+    does not answer."""
     try:
         signed = await exchange.read(witness, what, number, author)
     except CallFailed as error:
         log.debug("%s not read: %s", what, error)
-        return False
+        return None
     if signed is None or signed.document.kind != what or signed.signer != author:
         return False
     known = {other.digest for other in board.of(what, number, author)}

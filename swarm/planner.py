@@ -11,12 +11,14 @@ from swarm.documents import Commit, Plan, Signed
 from swarm.exchange import CallFailed
 from swarm.identity import NodeId
 from swarm.leader import blocks_for, leaders, make_plan
-from swarm.membership import NodeRecord
 from swarm.patience import ASLEEP_SECONDS, LOOK_SECONDS, names, short
+from swarm.records import NodeRecord
 
 POLL_SECONDS = 0.2
 """How often a leader looks whether the roster is complete."""
 
+FIRST_LEADERS = 2
+"""So many of those who are to plan next are told who is ready, and watched by the others."""
 CATCH_UP_SECONDS = 3.0
 """Rounds that are shorter than a node needs to fetch a state would run away from it, again and again: who is catching
 up is waited for this long, which is nothing to a round of minutes."""
@@ -164,7 +166,7 @@ class Planner:
             trainers = (await context.membership.refresh()).trainers()
             for node, record in trainers.items():
                 self._board.see(node, record.round)
-            ready = {node: record for node, record in trainers.items() if record.commit == self._head.digest}
+            ready = {node: record for node, record in trainers.items() if self._is_ready(node, record)}
             close = head.shares.keys() | {node for node, record in trainers.items() if record.commit == head.parent}
             awaited = [node for node in close if node not in ready and not self._excused(node)]
             # The few do not go on without the many: these are at the same place before long, or their records end.
@@ -176,7 +178,11 @@ class Planner:
                     "waiting", f"{len(ready)} of the {needed} nodes that the run waits for (start_nodes) are here"
                 )
             elif (not awaited and not few) or self._elapsed() > began + patience:
-                coming = [n for n, r in trainers.items() if r.round < head.round and self._board.is_moving(n)]
+                coming = [
+                    node
+                    for node, record in trainers.items()
+                    if node not in ready and record.round < head.round and self._board.is_moving(node)
+                ]
                 if not coming or self._elapsed() > began + CATCH_UP_SECONDS:
                     return ready
                 context.tell("waiting", f"waiting {CATCH_UP_SECONDS:g} s for {names(coming)} to catch up")
@@ -190,12 +196,16 @@ class Planner:
                 look = self._elapsed() + LOOK_SECONDS
                 await self._patience.look(awaited, "plan")
 
+    def _is_ready(self, node: NodeId, record: NodeRecord) -> bool:
+        """Whether a node holds the head, as it has told this one or everybody."""
+        return self._head.digest in (record.commit, self._board.heads.get(node))
+
     async def _wait_for(self, leaders_before: list[str], seconds: float) -> None:
         """Wait until one of those who come first is gone, or their time is over."""
         await self._patience.wait(
             lambda: True if any(map(self._excused, leaders_before)) else None,
             what="plan",
-            whom=lambda: leaders_before,
+            whom=lambda: [node for node in leaders_before if not self._excused(node)][:FIRST_LEADERS],
             seconds=seconds,
         )
 

@@ -13,9 +13,10 @@ from typing import cast
 
 from swarm.documents import Commit, Document, Signed
 from swarm.exchange import CallFailed, Exchange
-from swarm.membership import Membership, NodeRecord
+from swarm.membership import Membership
 from swarm.patience import LOOK_SECONDS
 from swarm.ranking import ranked
+from swarm.records import NodeRecord
 from swarm.replica import Replica, Unobtainable, weight
 
 LONGEST_CHAIN = 2

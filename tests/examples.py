@@ -25,7 +25,7 @@ from swarm.documents import (
 )
 from swarm.leader import make_plan
 from swarm.manifest import DataSettings, Manifest, RoundSettings
-from swarm.membership import NodeRecord, View
+from swarm.records import NodeRecord, View
 
 RUN = "ab" * 32
 NODES = ["Qm" + letter * 44 for letter in "ABCDEF"]

@@ -120,6 +120,9 @@ class Node:
     def position(self) -> tuple[str, int]:
         return self.head.digest, self.head.document.round
 
+    def greet(self, node: str, digest: str, number: int) -> None:
+        pass
+
 
 class Offers:
     """Stands in for the calls of an exchange: which objects each node has, and which calls never end."""

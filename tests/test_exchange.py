@@ -40,6 +40,7 @@ class Node:
         self.documents: dict[tuple[str, int], bytes] = {}
         self.lies: dict[str, Path] = {}
         self.head: tuple[Any, Any] = ("ef" * 32, 7)
+        self.greetings: list[tuple[str, str, int]] = []
 
     def receive(self, signed: Signed[Document]) -> str:
         self.received.append(signed)
@@ -53,6 +54,9 @@ class Node:
 
     def position(self) -> tuple[str, int]:
         return self.head
+
+    def greet(self, node: str, digest: str, number: int) -> None:
+        self.greetings.append((node, digest, number))
 
     def lie(self, digest: str, data: bytes) -> None:
         self.lies[digest] = self.store.folder / f"lie-{len(self.lies)}"
@@ -311,6 +315,20 @@ def test_a_ping_is_answered_with_a_position_or_counts_as_failed(scene: Scene, po
         pair.theirs.head = position
         with pytest.raises(CallFailed, match="not a text and a number"):
             await pair.here.ping(pair.node)
+
+    scene(script)
+
+
+def test_whoever_pings_tells_its_own_position_under_the_name_of_its_connection(scene: Scene) -> None:
+    async def script(pair: Pair) -> None:
+        pair.mine.head = ("cd" * 32, 5)
+        await pair.here.ping(pair.node)
+        assert pair.theirs.greetings == [(pair.here.network.node_id, "cd" * 32, 5)]
+        pair.mine.head = ("a", "b")
+        with pytest.raises(CallFailed):
+            await pair.here.ping(pair.node)
+        await Exchange(pair.here.network, RUN, None).ping(pair.node)
+        assert len(pair.theirs.greetings) == 1, "who has no state tells none"
 
     scene(script)
 

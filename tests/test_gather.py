@@ -82,6 +82,9 @@ class Peer:
     def position(self) -> tuple[str, int]:
         return "", 0
 
+    def greet(self, node: str, digest: str, number: int) -> None:
+        pass
+
     def put(self, *objects: bytes) -> None:
         for data in objects:
             self.store.put(data)

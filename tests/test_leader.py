@@ -11,7 +11,7 @@ from swarm import blocks
 from swarm.documents import Ledger, Plan, ShardState, Share
 from swarm.leader import SLACK, claims, leaders, pinned, reducers, standing
 from swarm.manifest import Manifest
-from swarm.membership import NodeRecord, View
+from swarm.records import NodeRecord, View
 from tests import examples
 from tests.examples import EXPERTS, NODES, ROUND, RUN, SHARDS
 
@@ -222,11 +222,16 @@ def test_time_for_averaging_follows_the_last_rounds(measured: tuple[float, ...],
 # the owners
 
 
+def holding(seen: Mapping[str, NodeRecord], leases: Mapping[str, tuple[int, ...]]) -> View:
+    """The same nodes with leases."""
+    return View({node: record.model_copy(update={"experts": leases.get(node, ())}) for node, record in seen.items()})
+
+
 def test_a_plan_does_not_depend_on_the_order_in_which_nodes_are_seen() -> None:
     seen = records(NODES)
-    view = View(seen, {BEN: (0,), CAT: (0, 1)})
+    view = holding(seen, {BEN: (0,), CAT: (0, 1)})
     turned = {ANN: seen[ANN], **dict(reversed(seen.items()))}
-    other = View(turned, {CAT: (1, 0), BEN: (0,)})
+    other = holding(turned, {CAT: (1, 0), BEN: (0,)})
     assert examples.planned(seen, examples.head(), view=view) == examples.planned(turned, examples.head(), view=other)
 
 
@@ -246,7 +251,7 @@ def test_the_owner_of_the_last_round_keeps_a_contested_lease() -> None:
 
 def test_a_claim_is_what_the_next_plan_confirms() -> None:
     seen, before = records(NODES[:3]), examples.head(2, owners={CAT: (0, 1)})
-    view = View(seen, {CAT: (0, 1), ANN: (2,)})
+    view = holding(seen, {CAT: (0, 1), ANN: (2,)})
     claimed = claims(examples.manifest(), RUN, before, dict.fromkeys(seen, EXPERTS), view.holders())
     assert claimed == examples.planned(seen, before, view=view).owners
 
@@ -271,7 +276,7 @@ def test_a_pinned_expert_stays_with_the_owner_that_holds_its_delta() -> None:
     """Its delta is in that node's weights only; other experts move to the newcomers, this one does not."""
     owners = {ANN: (0, 1, 2, 3)}
     seen = records(NODES[:4])
-    view = View(seen, {ANN: owners[ANN]})
+    view = holding(seen, {ANN: owners[ANN]})
     for expert in range(EXPERTS):
         before = examples.head(2, **carrying(f"layer.1.expert.{expert}", owners=owners))
         plan = examples.planned(seen, before, view=view)

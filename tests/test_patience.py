@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from swarm.documents import Signed, seal
+from swarm.exchange import CallFailed
 from swarm.identity import Identity
 from swarm.manifest import EncodingSettings
-from swarm.membership import View
-from swarm.patience import FAILURES, Patience, ask
+from swarm.patience import FAILURES, LOOKED_AT, Patience, ask
+from swarm.records import View
 from tests import examples
 from tests.nodes import Loopback, Node
 
@@ -75,6 +76,52 @@ def test_a_peer_of_whom_nobody_has_news_is_lost(play: Callable[[Script], None], 
             assert gone.node_id not in node.board.lost
             await patience.look([gone.node_id], "contribution")
         assert gone.node_id in node.board.lost
+
+    play(script)
+
+
+def test_who_hears_from_nobody_is_alone_itself_and_takes_nobody_for_lost_before_the_margin_is_over(
+    play: Callable[[Script], None], gone: Identity
+) -> None:
+    async def script(node: Node, witness: Node, patience: Patience) -> None:
+        async def read(peer: str, kind: str, number: int, author: str = "") -> Signed | None:  # type: ignore[type-arg]
+            raise CallFailed("this node's line is cut")
+
+        node.exchange.read = read  # type: ignore[method-assign, assignment]
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        async with asyncio.timeout(10 + node.context.margin):
+            while gone.node_id not in node.board.lost:
+                await patience.look([gone.node_id], "contribution")
+                await asyncio.sleep(0.05)
+        assert loop.time() - began > node.context.margin
+
+    play(script)
+
+
+def test_who_has_one_peer_only_does_not_wait_longer_for_it(play: Callable[[Script], None], gone: Identity) -> None:
+    async def script(node: Node, witness: Node, patience: Patience) -> None:
+        node.membership.view = View({node.me: examples.record(), gone.node_id: examples.record()})
+        for _ in range(FAILURES):
+            await patience.look([gone.node_id], "contribution")
+        assert gone.node_id in node.board.lost
+
+    play(script)
+
+
+def test_of_many_peers_some_are_looked_at_in_turn(play: Callable[[Script], None]) -> None:
+    async def script(node: Node, witness: Node, patience: Patience) -> None:
+        many, pinged = [f"Qm{number}" for number in range(3 * LOOKED_AT)], list[str]()
+
+        async def ping(peer: str, seconds: float) -> tuple[str, int]:
+            pinged.append(peer)
+            return "", 1
+
+        node.exchange.ping = ping  # type: ignore[method-assign, assignment]
+        for look in range(1, 4):
+            await patience.look(many, "contribution")
+            assert len(pinged) == LOOKED_AT * look
+        assert set(pinged) == set(many)
 
     play(script)
 

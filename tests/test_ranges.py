@@ -45,6 +45,9 @@ class Node:
     def position(self) -> tuple[str, int]:
         return "", 0
 
+    def greet(self, node: str, digest: str, number: int) -> None:
+        pass
+
 
 class Pair:
     """Two peers: `here` calls, `there` answers for the node `theirs`."""

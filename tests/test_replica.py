@@ -12,7 +12,7 @@ from swarm import codec
 from swarm.documents import Commit, ShardState, Signed, digest_of, seal
 from swarm.identity import Identity
 from swarm.manifest import Encoding, EncodingSettings
-from swarm.membership import View
+from swarm.records import View
 from swarm.replica import Unobtainable
 from tests import examples
 from tests.nodes import Loopback, Node

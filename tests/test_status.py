@@ -1,14 +1,13 @@
 """What `status` tells of a swarm: from records and the last commit alone, true, and nothing that a peer slips in."""
 
 import json
-from collections.abc import Mapping
 
 import pytest
 
 from node.status import as_text, summarise
 from swarm.documents import Commit, Share, Signed
 from swarm.manifest import Manifest
-from swarm.membership import NodeRecord, View
+from swarm.records import NodeRecord, View
 from tests import examples
 from tests.examples import EXPERTS, NODES, RUN
 
@@ -20,9 +19,9 @@ def manifest(**fields: object) -> Signed[Manifest]:
     return Signed(examples.manifest(**fields), NODES[0], RUN, b"")
 
 
-def view(leases: Mapping[str, tuple[int, ...]] | None = None, /, **records: NodeRecord) -> View:
+def view(**records: NodeRecord) -> View:
     named = dict(zip(("ann", "ben", "cat"), NODES, strict=False))
-    return View({named[name]: record for name, record in records.items()}, leases or {})
+    return View({named[name]: record for name, record in records.items()})
 
 
 def text(seen: View, commit: Commit | None = COMMIT) -> str:
@@ -32,6 +31,7 @@ def text(seen: View, commit: Commit | None = COMMIT) -> str:
 def test_the_summary_is_what_records_and_the_commit_say() -> None:
     ann = examples.record(
         name="ann",
+        experts=(0, 2),
         round=2,
         digest=COMMIT.state,
         utilisation=0.9,
@@ -40,7 +40,7 @@ def test_the_summary_is_what_records_and_the_commit_say() -> None:
         sent=5,
         received=7,
     )
-    seen = view({ANN: (0, 2), BEN: (2,)}, ann=ann, ben=examples.record(name="ben", round=1, digest="old"))
+    seen = view(ann=ann, ben=examples.record(name="ben", experts=(2,), round=1, digest="old"))
     summary = summarise(manifest(), seen, COMMIT)
     assert json.loads(json.dumps(summary)) == summary
     assert (summary["round"], summary["loss"], summary["heldout_loss"]) == (2, 5.25, 5.5)
@@ -61,13 +61,12 @@ def test_a_swarm_that_has_not_begun_has_no_loss() -> None:
 
 
 def test_experts_that_nobody_holds_are_named() -> None:
-    everybody = {ANN: (0, 1), BEN: (2, 3)}
-    records = {"ann": examples.record(), "ben": examples.record()}
-    assert "no node holds expert" not in text(view(everybody, **records))
-    assert "no node holds expert 0, 1: join with another box" in text(view({BEN: (2, 3)}, **records))
-    left = {"ann": examples.record(state="left"), "ben": examples.record()}
-    assert "no node holds expert 0, 1" in text(view(everybody, **left)), "whoever has left holds nothing"
-    assert "the run is complete" in text(view(**records), examples.head(3))
+    ann, ben = examples.record(experts=(0, 1)), examples.record(experts=(2, 3))
+    assert "no node holds expert" not in text(view(ann=ann, ben=ben))
+    assert "no node holds expert 0, 1: join with another box" in text(view(ann=examples.record(), ben=ben))
+    left = examples.record(experts=(0, 1), state="left")
+    assert "no node holds expert 0, 1" in text(view(ann=left, ben=ben)), "whoever has left holds nothing"
+    assert "the run is complete" in text(view(ann=ann, ben=ben), examples.head(3))
 
 
 def test_a_node_that_did_wrong_is_named_by_whoever_saw_it() -> None:
