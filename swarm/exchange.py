@@ -244,7 +244,7 @@ class Exchange(ServicerBase):
             async with asyncio.timeout(seconds):
                 answer = await call(self._stub(node))  # type: ignore[misc]
         except Exception as error:
-            raise CallFailed(f"{node}: {error or type(error).__name__}") from error
+            raise CallFailed(f"{node}: {str(error) or type(error).__name__}") from error
         self.received += len(answer.value)
         return bytes(answer.value)
 
@@ -352,7 +352,7 @@ class Exchange(ServicerBase):
         except ValueError as error:
             raise Misbehaved(f"{node}: {error}") from error
         except Exception as error:
-            raise CallFailed(f"{node}: {error or type(error).__name__}") from error
+            raise CallFailed(f"{node}: {str(error) or type(error).__name__}") from error
         finally:
             if measured:
                 meter.end()

@@ -280,7 +280,7 @@ class Network:
                 expiration = get_dht_time() + seconds
                 await self._dht.store(key, value, expiration, subkey=self._subkey, beam_size=BEAM)
         except Exception as error:  # noqa: BLE001 - hivemind passes p2pd's refusals on in several classes
-            log.debug("store %s: %s", key, error or type(error).__name__)
+            log.debug("store %s: %s", key, str(error) or type(error).__name__)
 
     async def read(self, keys: Sequence[str], *, thorough: bool = True) -> dict[NodeId, Stored]:
         """The live records of some keys together, by the node that signed them: of several, the one that lasts longest.
@@ -299,7 +299,7 @@ class Network:
                     else self._dht.get_many(keys, beam_size=BEAM)
                 )
         except Exception as error:  # noqa: BLE001 - as in store
-            log.debug("read %s: %s", keys[0], error or type(error).__name__)
+            log.debug("read %s: %s", keys[0], str(error) or type(error).__name__)
             return {}
         records = dict[NodeId, Stored]()
         for entry in found.values():
@@ -317,7 +317,7 @@ class Network:
             async with asyncio.timeout(CALL_SECONDS):
                 return {NodeId(peer.peer_id.to_base58()) for peer in await self.p2p.list_peers()}
         except Exception as error:  # noqa: BLE001 - as in store
-            log.debug("list of peers: %s", error or type(error).__name__)
+            log.debug("list of peers: %s", str(error) or type(error).__name__)
             return set()
 
     async def redial(self, missing: Iterable[NodeId]) -> int:
@@ -354,9 +354,8 @@ class Network:
         return True
 
     async def watch(self) -> None:
-        """Return never; raises SpesError when p2pd ends, since nothing can be sent or received after that."""
-        status = await self._daemon.wait()
-        raise SpesError(f"p2pd ended unexpectedly (status {status})")
+        """Return never; raises SpesError when p2pd or the connection to it ends: nothing is heard after that."""
+        raise SpesError(await self._daemon.wait())
 
     async def close(self) -> None:
         """Leave the DHT and end p2pd, even if that does not answer any more."""

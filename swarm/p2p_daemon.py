@@ -14,10 +14,12 @@ from hivemind.p2p import P2P
 from hivemind.utils.multiaddr import Multiaddr
 
 from model.errors import SpesError
+from swarm import call_guard
 from swarm.lifeline import die_with_parent
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
+GRACE_SECONDS = 1.0
 
 
 class WrongPeer(SpesError):
@@ -91,6 +93,7 @@ class P2PDaemon:
             async with asyncio.timeout(START_SECONDS):
                 await _wait_until_ready(process)
             p2p = await P2P.replicate(Multiaddr(f"/unix{socket}"))
+            call_guard.install(p2p)
         except BaseException as error:
             if process.returncode is None:
                 process.kill()
@@ -103,9 +106,19 @@ class P2PDaemon:
             raise
         return cls(p2p, process, socket, asyncio.create_task(_drain(process)))
 
-    async def wait(self) -> int:
-        """Wait until the daemon ends, for whatever reason; returns its exit status."""
-        return await self._process.wait()
+    async def wait(self) -> str:
+        """Wait until the daemon ends or the connection to it breaks; returns which, for people."""
+        ended = asyncio.create_task(self._process.wait())
+        broken = asyncio.create_task(call_guard.broken(self.p2p))
+        try:
+            await asyncio.wait([ended, broken], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ended], timeout=GRACE_SECONDS)  # its end breaks the connection, too
+            if ended.done():
+                return f"p2pd ended unexpectedly (status {ended.result()})"
+            return f"the connection to p2pd broke ({broken.result()})"
+        finally:
+            ended.cancel()
+            broken.cancel()
 
     async def stop(self) -> None:
         """Close the connection and end the daemon."""

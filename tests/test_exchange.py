@@ -4,6 +4,8 @@ import asyncio
 import errno
 import gc
 import hashlib
+import signal
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -329,6 +331,33 @@ def test_whoever_pings_tells_its_own_position_under_the_name_of_its_connection(s
             await pair.here.ping(pair.node)
         await Exchange(pair.here.network, RUN, None).ping(pair.node)
         assert len(pair.theirs.greetings) == 1, "who has no state tells none"
+
+    scene(script)
+
+
+def test_an_answer_that_comes_together_with_the_timeout_does_not_deafen_the_node(scene: Scene) -> None:
+    """As after a stop of the process: the answer is there, and the time is over."""
+
+    async def script(pair: Pair) -> None:
+        daemon = pair.here.network._daemon._process
+        greeted = asyncio.Event()
+
+        def greet(node: str, digest: str, number: int) -> None:
+            daemon.send_signal(signal.SIGSTOP)
+            greeted.set()
+
+        pair.theirs.greet = greet  # type: ignore[method-assign]
+        call = asyncio.create_task(pair.here.ping(pair.node, seconds=0.3))
+        try:
+            await greeted.wait()
+            await asyncio.sleep(0.05)  # the answer leaves the peer
+        finally:
+            daemon.send_signal(signal.SIGCONT)
+        time.sleep(0.6)  # noqa: ASYNC251 - the answer arrives, and the time of the call is over
+        await asyncio.wait([call])
+        pair.theirs.greet = lambda node, digest, number: None  # type: ignore[method-assign]
+        assert await pair.here.ping(pair.node) == pair.theirs.position()
+        assert isinstance(call.exception(), CallFailed)
 
     scene(script)
 
