@@ -9,8 +9,9 @@ ONE_THREAD = OMP_NUM_THREADS=1
 # pytest compiles much when it starts, and keeps that, whatever the surroundings say.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install demo test test-gpu lint type bench bench-convergence bench-encodings bench-engine bench-memory \
-	bench-recovery bench-scale bench-sync clean
+BENCHES = bench-convergence bench-encodings bench-engine bench-memory bench-recovery bench-scale bench-sync bench-unequal
+
+.PHONY: help install demo test test-gpu lint type bench $(BENCHES) clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
@@ -49,7 +50,7 @@ lint: install ## check style, format and the layers of imports
 type: install ## check types
 	$(BIN)/mypy
 
-bench: bench-convergence bench-encodings bench-engine bench-memory bench-recovery bench-scale bench-sync ## run every benchmark
+bench: $(BENCHES) ## run every benchmark
 
 bench-convergence: install ## compare a swarm's loss with ordinary training
 	PYTHONPATH=. $(BIN)/python -m bench.convergence
@@ -72,6 +73,9 @@ bench-sync: install ## compare a synchronisation with a parameter server's round
 bench-scale: install ## count what a swarm on this box costs each of its nodes, and compute it for larger ones
 	PYTHONPATH=. $(BIN)/python -m bench.scale_model
 	PYTHONPATH=. $(BIN)/python -m bench.scale
+
+bench-unequal: install ## see what one weak line costs the others (root)
+	PYTHONPATH=. $(BIN)/python -m bench.unequal
 
 clean: ## remove .venv and everything else that was built
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

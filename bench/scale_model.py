@@ -1,7 +1,7 @@
 """How large do the documents of a round get with the swarm? Real documents of swarms that nobody has to run.
 
-A round of 16 layers of 16 experts in which every shard changed, with records that live 30 s. The view of the swarm is
-computed from the size of one node's records.
+A round of 16 layers of 16 experts in which every shard changed, with records that live 60 s. What the DHT costs is
+computed from the size of a signed record, and from how often it is read and renewed.
 """
 
 import hashlib
@@ -9,6 +9,10 @@ import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from swarm.documents import (
     Blocks,
@@ -24,19 +28,21 @@ from swarm.documents import (
     ShardState,
     Share,
     Update,
+    canonical,
     seal,
 )
 from swarm.identity import Identity
 from swarm.membership import BEATS_PER_LEASE
+from swarm.records import BUCKETS, NodeRecord, record_key
+from swarm.validator import record_validator
 
 SIZES = (4, 16, 64, 256, 1024)
 LAYERS, EXPERTS = 16, 16
 SHARD_BYTES = 16 << 20
 HOLDERS = 5
-"""Nodes that keep what is under one key of the DHT, and are asked for it."""
-LEASE_SECONDS = 30.0
-VIEW_BYTES = 2200
-"""Of one node's record and lease with their signatures, as they are under their keys."""
+"""Nodes that keep what is under one key of the DHT."""
+LEASE_SECONDS = 60.0
+"""Of the presets for models of 1B parameters and more."""
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
@@ -156,20 +162,60 @@ class Round:
             )
         )
 
+    def record(self) -> int:
+        """Bytes of a node's record, as it is under its key."""
+        record = NodeRecord(
+            run=self._run,
+            version="0.1.0",
+            name="a box with a name",
+            role="trainer",
+            state="training",
+            reason="round 100: up to 100 steps on experts 3",
+            addresses=(
+                "/ip4/203.0.113.5/tcp/31337/p2p/" + self._nodes[0],
+                "/ip4/192.168.178.20/tcp/31337/p2p/" + self._nodes[0],
+            ),
+            round=100,
+            commit=self._digest(),
+            digest=self._digest(),
+            tokens=10**11,
+            capacity=1,
+            experts=(3,),
+            device="NVIDIA RTX 6000 Ada Generation, 48 GB",
+            seconds_per_step=6.0,
+            utilisation=0.93,
+            uplink=10**6,
+            trained_tokens=10**8,
+            sent=10**11,
+            received=10**11,
+        )
+        validator, subkey = record_validator(self._identity)
+        key, mark = DHTID.generate(record_key(self._run, self._nodes[0])).to_bytes(), MSGPackSerializer.dumps(subkey)
+        value = MSGPackSerializer.dumps(canonical(record))
+        return len(mark) + len(validator.sign_value(DHTRecord(key, mark, value, get_dht_time() + LEASE_SECONDS)))
+
     def row(self) -> str:
         """One line of the table."""
         count = len(self._nodes)
         plan, commit, contribution = self.plan(), self.commit(), self.contribution()
         reduction = self.reduction(self._shared[: max(1, len(self._shared) // count)])
-        view = VIEW_BYTES * count
-        holder = view * count * BEATS_PER_LEASE / LEASE_SECONDS / max(1.0, HOLDERS / count)
+        record, beat = self.record(), LEASE_SECONDS / BEATS_PER_LEASE
+        holders = min(count, HOLDERS)
+        # every node reads all records once in a beat, each from one holder, and once in a lease from all of them; what
+        # is under its own key comes with the answers when it looks for its holders to renew its record
+        reads = (
+            count * record / beat + holders * count * record / LEASE_SECONDS + holders * count * record / BUCKETS / beat
+        )
+        # whoever is nearest to a key answers everybody
+        busiest = reads + count * (count / BUCKETS) * record / beat
         cells = (
             f"{count:,}",
             *(f"{size / 1e3:.1f} kB" for size in (plan, commit, contribution, reduction)),
             f"{(plan + commit) * (count - 1) / 1e6:.2f} MB",
             f"{(contribution + reduction) * (count - 1) / 1e6:.2f} MB",
-            f"{view / 1e3:.0f} kB",
-            f"{holder / 1e3:.0f} kB/s",
+            f"{count * record / 1e3:.0f} kB",
+            f"{reads / 1e3:.1f} kB/s",
+            f"{busiest / 1e3:.1f} kB/s",
         )
         return f"| {' | '.join(cells)} |"
 
@@ -177,8 +223,8 @@ class Round:
 def main() -> None:
     """Print the table."""
     titles = "nodes", "plan", "commit", "contribution", "reduction"
-    print(f"| {' | '.join(titles)} | the leader posts | every node posts | view | a holder of the view sends |")
-    print("|" + "---:|" * 9)
+    print(f"| {' | '.join(titles)} | the leader posts | every node posts | view | a node's DHT | the busiest one's |")
+    print("|" + "---:|" * 10)
     with tempfile.TemporaryDirectory(prefix="spes-model-") as folder:
         identity = Identity.open(Path(folder) / "key")
         for size in SIZES:
