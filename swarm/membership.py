@@ -134,12 +134,17 @@ class Membership:
             now = asyncio.get_running_loop().time()
             enough = min(len(self.view.nodes) / RECORDS_PER_SECOND, self._beat_seconds)
             if now - self._looked > max(FRESHEST_SECONDS, enough):
-                # now and then everybody is asked: whoever answers first may have missed some
-                thorough = now - self._looked_thoroughly > self._lease_seconds
-                self._others = await self._lookout.look(thorough=thorough)
-                self._looked = asyncio.get_running_loop().time()
-                if thorough:
-                    self._looked_thoroughly = self._looked
+                # who has just come, or was asleep, knows nothing that is true
+                await self._look(thorough=now - self._looked_thoroughly > 2 * self._lease_seconds)
+        return self._see()
+
+    async def _look(self, *, thorough: bool) -> None:
+        self._others = await self._lookout.look(thorough=thorough)
+        self._looked = asyncio.get_running_loop().time()
+        if thorough:
+            self._looked_thoroughly = self._looked
+
+    def _see(self) -> View:
         self._count_traffic()
         me = self.network.node_id
         self.view = View({**self._others, me: self.record})
@@ -177,7 +182,10 @@ class Membership:
 
     async def _look_around(self) -> None:
         while True:
-            view = await self.refresh()
+            # Now and then everybody is asked: whoever answers first may have missed some. Nobody has to wait for it.
+            age = asyncio.get_running_loop().time() - self._looked_thoroughly
+            await self._look(thorough=age > self._lease_seconds)
+            view = self._see()
             # p2pd finds few peers by itself, and a record says where its node is
             there = view.nodes.keys() & await self.network.connected()
             missing = self.network.book.contacts.keys() - there

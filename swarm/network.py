@@ -33,6 +33,8 @@ DHT_WAIT_SECONDS = 3.0
 CALL_SECONDS = 10.0
 """Bound on one DHT operation and on one dial."""
 
+QUICK_SECONDS = 1.0
+"""What does not come within this time is not worth waiting for where a later look will bring it."""
 CLOSE_SECONDS = 5.0
 REDIAL_FIRST_SECONDS = 2.0
 REDIAL_MOST_SECONDS = 15.0
@@ -291,18 +293,18 @@ class Network:
                 a key does, which may be this node's own: much cheaper where there are many records, but whoever
                 answers may have missed some of them.
         """
+        everybody = {"sufficient_expiration_time": math.inf} if thorough else {"beam_size": BEAM}
         try:
-            async with asyncio.timeout(CALL_SECONDS):
-                found = await (
-                    self._dht.get_many(keys, sufficient_expiration_time=math.inf)
-                    if thorough
-                    else self._dht.get_many(keys, beam_size=BEAM)
-                )
+            searches = await self._dht.get_many(keys, return_futures=True, **everybody)
+            _, late = await asyncio.wait(searches.values(), timeout=CALL_SECONDS if thorough else QUICK_SECONDS)
         except Exception as error:  # noqa: BLE001 - as in store
             log.debug("read %s: %s", keys[0], str(error) or type(error).__name__)
             return {}
+        for search in late:
+            search.cancel()
         records = dict[NodeId, Stored]()
-        for entry in found.values():
+        for search in searches.values():
+            entry = search.result() if search not in late and search.exception() is None else None
             signed: Any = entry.value if entry is not None else None
             for subkey, item in signed.items() if isinstance(signed, dict) else ():
                 node = owner_of(subkey)

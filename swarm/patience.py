@@ -85,7 +85,9 @@ class Patience:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while (found := await self._board.until(ready, min(LOOK_SECONDS, deadline - loop.time()))) is None:
+        look = loop.time() + LOOK_SECONDS
+        while (found := await self._board.until(ready, max(0.0, min(look, deadline) - loop.time()))) is None:
+            look = loop.time() + LOOK_SECONDS
             left = deadline - loop.time()
             if left <= 0:
                 return None

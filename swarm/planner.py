@@ -123,12 +123,12 @@ class Planner:
                 self._assembled = self._elapsed()
                 for node in roster:
                     self._board.hear(node)  # one that was lost has told since that it holds this state
+            roster = {n: record for n, record in roster.items() if n == context.me or not self._excused(n)}
             order = leaders(context.run_id, self._head.document, list(roster))
             before = order[: order.index(context.me)]
-            waiting = [node for node in before if not self._excused(node)]
-            left = len(waiting) * context.margin - (self._elapsed() - self._assembled)
-            if waiting and left > 0:
-                await self._wait_for(waiting, left)
+            left = len(before) * context.margin - (self._elapsed() - self._assembled)
+            if before and left > 0:
+                await self._wait_for(before, left)
             elif await self._was_planned_by(before):
                 await self._board.changed(LOOK_SECONDS)
             elif self._slept:
