@@ -34,6 +34,8 @@ class Board:
         self._left: dict[str, int] = {}
         self._seen: dict[str, tuple[int, float]] = {}
         """The newest round that each node has told, and when it was seen first."""
+        self._arriving: set[str] = set()
+        """Nodes whose record says so."""
         self._verdicts: dict[str, bool] = {}
         """What was found of documents, by digest; true as long as the head does not move."""
         self.committed = 0
@@ -101,16 +103,27 @@ class Board:
         self.see(node, number)
         self.notify()
 
-    def see(self, node: str, number: int) -> None:
+    def see(self, node: str, number: int, *, arriving: bool = False) -> None:
         """Note which round a node's record tells that it holds: one that was committed after it was lost shows that it
-        lives."""
+        lives.
+
+        Args:
+            node: whose record it is.
+            number: the round.
+            arriving: whether the record says that it has just started, or is fetching the state.
+        """
         if self.lost.get(node, number) < number:
             self.hear(node)
-        if self._seen.get(node, (-1, 0.0))[0] < number:
-            self._seen[node] = number, time.monotonic()
+        seen = self._seen.get(node, (-1, 0.0))[0]
+        if seen < number or (arriving and node not in self._arriving):
+            self._seen[node] = max(seen, number), time.monotonic()
+        if arriving:
+            self._arriving.add(node)
+        else:
+            self._arriving.discard(node)
 
     def is_moving(self, node: str) -> bool:
-        """Whether a node's record told of a newer round a moment ago."""
+        """Whether a node's record told of a newer round, or of its arrival, a moment ago."""
         return time.monotonic() - self._seen.get(node, (-1, -MOVING_SECONDS))[1] < MOVING_SECONDS
 
     def lose(self, node: str) -> None:

@@ -165,7 +165,7 @@ class Planner:
             looked = self._elapsed()
             trainers = (await context.membership.refresh()).trainers()
             for node, record in trainers.items():
-                self._board.see(node, record.round)
+                self._board.see(node, record.round, arriving=record.state in ("starting", "syncing"))
             ready = {node: record for node, record in trainers.items() if self._is_ready(node, record)}
             close = head.shares.keys() | {node for node, record in trainers.items() if record.commit == head.parent}
             awaited = [node for node in close if node not in ready and not self._excused(node)]

@@ -180,6 +180,22 @@ def test_who_tells_of_newer_rounds_is_moving(monkeypatch: pytest.MonkeyPatch) ->
     assert board.is_moving(BOB)
 
 
+def test_who_has_just_come_is_moving_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    board = Board()
+    board.see(BOB, 7)
+    for _ in range(2):
+        now += MOVING_SECONDS
+        board.see(BOB, 4, arriving=True)  # it was started again from an older disk
+        assert board.is_moving(BOB)
+        now += MOVING_SECONDS
+        board.see(BOB, 4, arriving=True)
+        assert not board.is_moving(BOB), "it takes its time"
+        board.see(BOB, 7)
+        assert not board.is_moving(BOB)
+
+
 def test_a_document_is_judged_once_until_the_head_moves() -> None:
     board, looks = Board(), list[str]()
 
