@@ -26,11 +26,11 @@ NODES = 4
 RATE_MBIT = 20.0
 WEAK_MBIT = 2.0
 DELAY_MS = 20.0
-LOCAL_STEPS = 30
-"""For rounds of about a quarter of a minute on two cores; a weak line needs as long for what a node has to send."""
+LOCAL_STEPS = 90
+"""For rounds of more than half a minute on two cores: a weak line needs 14 s for what a node has to send in a round, and as\nlong for what it has to receive."""
 SETTLING_ROUNDS = 2
 """After a line has changed."""
-ROUNDS = 6
+ROUNDS = 4
 PATIENCE_SECONDS = 600.0
 LONGER_AT_MOST = 1.5
 """Times as long as before a round may take."""
