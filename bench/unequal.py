@@ -27,8 +27,8 @@ RATE_MBIT = 20.0
 WEAK_MBIT = 2.0
 DELAY_MS = 20.0
 LOCAL_STEPS = 90
-"""For rounds of more than half a minute on two cores: a weak line needs 14 s for what a node has to send in a round, and
-as long for what it has to receive."""
+"""For rounds of more than half a minute on two cores: a weak line needs 14 s for what a node has to send in a round,
+and as long for what it has to receive."""
 SETTLING_ROUNDS = 2
 """After a line has changed."""
 ROUNDS = 4

@@ -190,7 +190,7 @@ class Membership:
             there = view.nodes.keys() & await self.network.connected()
             missing = self.network.book.contacts.keys() - there
             if missing and await self.network.redial(missing):
-                self._looked_thoroughly = -math.inf  # they know whom nobody here knows
+                self._looked_thoroughly -= self._lease_seconds  # they know whom nobody here knows
             await asyncio.sleep(self._beat_seconds)
 
     async def say_goodbye(self) -> None:

@@ -42,7 +42,7 @@ class NodeRecord(Settings):
     """Tokens of the run up to that commit: of two chains the one with more wins."""
     capacity: Count = 0
     """Experts this node can train."""
-    experts: tuple[Count, ...] = Field(default=(), max_length=1024)
+    experts: tuple[Count, ...] = Field(default=(), max_length=4096)
     """Those it holds a lease on: as long as this record lives."""
     device: str = Field(default="", max_length=120)
     seconds_per_step: float = Field(default=0.0, ge=0)

@@ -13,8 +13,8 @@ from hivemind.utils import get_dht_time
 
 from swarm.identity import Identity, NodeId, node_id_of
 
-MAX_RECORD_BYTES = 4096
-"""Largest value of a record, with its signature."""
+MAX_RECORD_BYTES = 16 << 10
+"""Largest value of a record, with its signature: that of a node that holds all experts of a model with 4096."""
 
 MAX_LIFE_SECONDS = 123.0
 """Longest life of a record: the longest lease, plus the clock difference that hivemind tolerates."""

@@ -14,6 +14,7 @@ from swarm.identity import NodeId
 from swarm.membership import RECORDS_PER_SECOND, Lookout, Membership
 from swarm.network import Network, Stored
 from swarm.records import BUCKETS, NodeRecord, record_key, record_keys
+from swarm.validator import MAX_RECORD_BYTES
 from tests import examples
 from tests.examples import NODES, RUN
 
@@ -94,6 +95,15 @@ def test_every_node_has_a_key_of_its_runs_and_they_are_spread() -> None:
     assert set(keys) == set(record_keys(RUN)) and len(set(keys)) == BUCKETS
     assert max(keys.count(key) for key in set(keys)) < 3 * 20
     assert not set(record_keys(RUN)) & set(record_keys("cd" * 32))
+
+
+def test_the_longest_record_is_not_too_long() -> None:
+    texts = dict.fromkeys(("version", "name", "reason", "device", "complaint"), "x" * 120)
+    digests = dict.fromkeys(("commit", "digest"), "ab" * 32)
+    numbers = dict.fromkeys(("round", "tokens", "uplink", "trained_tokens", "sent", "received"), 2**63 - 1)
+    addresses = (f"/ip4/203.0.113.5/tcp/31337/p2p/{ANN}",) * 4
+    longest = examples.record(**texts, **digests, **numbers, addresses=addresses, experts=tuple(range(4096)))
+    assert len(canonical(longest)) + len("[signature:]") + 344 < MAX_RECORD_BYTES, "2048 bits, in base64"
 
 
 def test_everybody_is_asked_at_first_and_then_once_in_a_leases_life() -> None:
