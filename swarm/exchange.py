@@ -438,8 +438,8 @@ def _wanted(value: bytes) -> tuple[str, int, str]:
 
 
 def _pair(value: bytes) -> tuple[str, int]:
-    """A (text, number) message. Raises ValueError for anything else."""
+    """A (digest, number) message. Raises ValueError for anything else."""
     match msgpack.unpackb(value):
-        case [str(text), int(number)]:
+        case [str(text), int(number)] if len(text) <= 64:
             return text, number
-    raise ValueError("not a text and a number")
+    raise ValueError("not a digest and a number")

@@ -310,12 +310,12 @@ def test_a_malformed_request_is_its_senders_error(scene: Scene) -> None:
     scene(script)
 
 
-@pytest.mark.parametrize("position", [("a", "b"), (1, 2), ("a",), ()])
+@pytest.mark.parametrize("position", [("a", "b"), (1, 2), ("a",), (), ("a" * 65, 1)])
 def test_a_ping_is_answered_with_a_position_or_counts_as_failed(scene: Scene, position: tuple[Any, Any]) -> None:
     async def script(pair: Pair) -> None:
         assert await pair.here.ping(pair.node) == ("ef" * 32, 7)
         pair.theirs.head = position
-        with pytest.raises(CallFailed, match="not a text and a number"):
+        with pytest.raises(CallFailed, match="not a digest and a number"):
             await pair.here.ping(pair.node)
 
     scene(script)
