@@ -338,7 +338,8 @@ def test_whoever_pings_tells_its_own_position_under_the_name_of_its_connection(s
 def test_an_answer_that_comes_together_with_the_timeout_does_not_deafen_the_node(scene: Scene) -> None:
     """As after a stop of the process: the answer is there, and the time is over."""
 
-    async def script(pair: Pair) -> None:
+    async def late(pair: Pair) -> bool:
+        """Let it happen; whether the timeout came first."""
         daemon = pair.here.network._daemon._process
         greeted = asyncio.Event()
 
@@ -355,9 +356,16 @@ def test_an_answer_that_comes_together_with_the_timeout_does_not_deafen_the_node
             daemon.send_signal(signal.SIGCONT)
         time.sleep(0.6)  # noqa: ASYNC251 - the answer arrives, and the time of the call is over
         await asyncio.wait([call])
-        pair.theirs.greet = lambda node, digest, number: None  # type: ignore[method-assign]
-        assert await pair.here.ping(pair.node) == pair.theirs.position()
-        assert isinstance(call.exception(), CallFailed)
+        return isinstance(call.exception(), CallFailed)
+
+    async def script(pair: Pair) -> None:
+        for _ in range(10):
+            was_late = await late(pair)
+            pair.theirs.greet = lambda node, digest, number: None  # type: ignore[method-assign]
+            assert await pair.here.ping(pair.node) == pair.theirs.position()
+            if was_late:
+                return
+        pytest.fail("no answer was late")
 
     scene(script)
 

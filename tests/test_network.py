@@ -23,7 +23,7 @@ from swarm.decoder_guard import MAX_NESTING
 from swarm.identity import Identity, NodeId
 from swarm.network import MAX_BOOK, AddressBook, Network, peer_of
 from swarm.p2p_daemon import P2PDaemon
-from swarm.validator import record_validator
+from swarm.validator import MAX_RECORD_BYTES, record_validator
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 YEARS = 10 * 365 * 86_400.0
@@ -128,7 +128,7 @@ def test_too_long_lived_or_too_large_records_are_not_stored(identities: list[Ide
     async def scenario() -> None:
         async with swarm(identities[:2]) as (first, second):
             await first.store("key", b"value", YEARS)
-            await first.store("key", b"x" * 5000, 30.0)
+            await first.store("key", b"x" * MAX_RECORD_BYTES, 30.0)
             assert await values(second, "key") == {}
 
     uvloop.run(scenario())
