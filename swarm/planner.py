@@ -125,7 +125,7 @@ class Planner:
                     self._board.hear(node)  # one that was lost has told since that it holds this state
             roster = {n: record for n, record in roster.items() if n == context.me or not self._excused(n)}
             order = leaders(context.run_id, self._head.document, list(roster))
-            before = order[: order.index(context.me)]
+            before = [node for node in order[: order.index(context.me)] if not self._excused(node)]
             left = len(before) * context.margin - (self._elapsed() - self._assembled)
             if before and left > 0:
                 await self._wait_for(before, left)
@@ -212,8 +212,6 @@ class Planner:
     async def _was_planned_by(self, nodes: list[str]) -> bool:
         """Ask those who come first whether they have written the plan and it was not delivered."""
         for node in nodes:
-            if self._excused(node):
-                continue
             try:
                 plan = await self._context.exchange.read(node, "plan", self._number)
             except CallFailed:
