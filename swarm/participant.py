@@ -339,7 +339,8 @@ class Participant:
     def _report(self) -> None:
         """Tell those who are to plan next that this node is ready; they need not look for it."""
         head, trainers = self.replica.head.document, self.membership.view.trainers()
-        self.exchange.greet(leaders(self.run_id, head, list(trainers))[:FIRST_LEADERS])
+        order = leaders(self.run_id, head, list(trainers))
+        self.exchange.greet([node for node in order if node in trainers][:FIRST_LEADERS])
 
     async def _give_way(self) -> None:
         """Let a chain pass that is the heavier one, and only behind because its round ends later.
