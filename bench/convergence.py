@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.curves import Curve, draw, table
 from bench.results_file import RESULTS, write_results
 from bench.text import SHAKESPEARE, choose_text
-from bootstrap.run_file import write_preset
+from bootstrap.run_file import change_settings, write_preset
 from model.errors import SpesError, UserError
 from node.corpus import load_corpus
 from node.evaluation import committed, heldout_loss
@@ -167,22 +167,19 @@ def _curve(contestant: Contestant, home: Path, data: Sequence[Path], seconds: fl
 def _write_run_file(path: Path, contestant: Contestant, rounds: int, seed: int, *, own_text: bool) -> None:
     """The `demo` preset with what differs here."""
     write_preset("demo", path)
-    text = path.read_text()
     changes = {
-        "name": f'"{contestant.name}"',
-        "seed": seed,
-        "source": '"files"' if own_text else '"builtin"',
-        "total": rounds,
-        "overlap": "false",  # so that all have trained on as many tokens
-        "expert_size": EXPERT_SIZE,
-        "batch_blocks": contestant.batch_blocks,
-        "heldout_blocks": HELDOUT_BLOCKS,
-        "start_nodes": contestant.nodes,
-        "margin_seconds": MARGIN_SECONDS,
+        "run.name": contestant.name,
+        "run.seed": seed,
+        "data.source": "files" if own_text else "builtin",
+        "model.expert_size": EXPERT_SIZE,
+        "round.total": rounds,
+        "round.overlap": False,  # so that all have trained on as many tokens
+        "round.batch_blocks": contestant.batch_blocks,
+        "round.heldout_blocks": HELDOUT_BLOCKS,
+        "round.start_nodes": contestant.nodes,
+        "round.margin_seconds": MARGIN_SECONDS,
     }
-    for key, value in changes.items():
-        text = re.sub(rf"(?m)^{key} = \S+", f"{key} = {value}", text)
-    path.write_text(text)
+    change_settings(path, changes)
 
 
 def _checks(curves: Mapping[str, Curve], *, full: bool, shakespeare: bool) -> list[Check]:

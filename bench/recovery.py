@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.faults import MOMENTS, Case, Field, Outage
 from bench.results_file import write_results
-from bootstrap.run_file import write_preset
+from bootstrap.run_file import change_settings, write_preset
 from model.errors import SpesError
 from node.local_swarm import LocalSwarm
 
@@ -86,20 +86,16 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 def _write_run_file(path: Path, steps: int) -> None:
     """The `demo` preset with what differs here."""
     write_preset("demo", path)
-    text = path.read_text()
     changes = {
-        "total": 0,
-        "local_steps": steps,
-        "start_nodes": NODES,
-        "margin_seconds": MARGIN_SECONDS,
-        "lease_seconds": LEASE_SECONDS,
-        "shared": f'"{ENCODING}"',
-        "experts": f'"{ENCODING}"',
+        "round.total": 0,
+        "round.local_steps": steps,
+        "round.start_nodes": NODES,
+        "round.margin_seconds": MARGIN_SECONDS,
+        "round.lease_seconds": LEASE_SECONDS,
+        "encoding.shared": ENCODING,
+        "encoding.experts": ENCODING,
     }
-    for key, value in changes.items():
-        text, count = re.subn(rf"(?m)^{key} = \S+", f"{key} = {value}", text)
-        assert count == 1, key
-    path.write_text(text)
+    change_settings(path, changes)
 
 
 def _write(cases: Sequence[Case], outage: Outage | None, trouble: str, steps: int, started: float) -> Path:

@@ -1,8 +1,9 @@
 """The run file: the TOML in which a person describes a run, and the presets to start one from."""
 
+import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -124,6 +125,33 @@ def write_preset(name: str, path: Path, model: ModelSettings | None = None) -> N
         raise UserError(f"{path} is there already; name another file or remove it first") from error
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; name another file") from error
+
+
+def change_settings(path: Path, changes: Mapping[str, object]) -> None:
+    """Change settings of the run file `path` as a person would, in place and with the comments left alone.
+
+    Args:
+        path: the run file.
+        changes: new values by dotted key, such as `{"round.total": 4}`; what is not in the file yet is added.
+    """
+    left = {tuple(key.split(".")): json.dumps(value) for key, value in changes.items()}
+    lines, section = list[str](), ""
+
+    def add_rest(of: str) -> None:
+        lines.extend(f"{name} = {left.pop((of, name))}" for where, name in list(left) if where == of)
+
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if header := re.match(r"\[(\w+)\]", line):
+            add_rest(section)
+            section = header[1]
+        elif (setting := re.match(r'(\w+) = (?:"[^"]*"|\S+)(.*)', line)) and (section, setting[1]) in left:
+            line = f"{setting[1]} = {left.pop((section, setting[1]))}{setting[2]}"
+        lines.append(line)
+    add_rest(section)
+    for section in dict.fromkeys(where for where, _ in left):
+        lines.append(f"[{section}]")
+        add_rest(section)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _presets() -> Traversable:

@@ -1,7 +1,6 @@
 """The demonstration: a rendezvous and four nodes as processes of their own on this box, training on real text."""
 
 import json
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bootstrap.run_file import read_run_file, write_preset
+from bootstrap.run_file import change_settings, read_run_file, write_preset
 from model.errors import UserError
 from model.export import generate
 from model.initial import initial_values
@@ -84,12 +83,12 @@ def _clear(output: Path) -> bool:
 
 def _adapt(run_file: Path, *, own_text: bool, rounds: int | None) -> None:
     """Write the user's two choices into the run file, as a person would."""
-    text = run_file.read_text()
+    changes: dict[str, object] = {}
     if own_text:
-        text = re.sub(r'(?m)^source = "builtin"', 'source = "files"', text)
+        changes["data.source"] = "files"
     if rounds is not None:
-        text = re.sub(r"(?m)^total = \d+", f"total = {rounds}", text)
-    run_file.write_text(text)
+        changes["round.total"] = rounds
+    change_settings(run_file, changes)
 
 
 def _is_news(line: str) -> bool:

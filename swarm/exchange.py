@@ -75,7 +75,7 @@ class Handler(Protocol):
     def position(self) -> tuple[str, int]:
         """Digest and round of this node's head."""
 
-    def greet(self, node: NodeId, digest: str, number: int) -> None:
+    def meet(self, node: NodeId, digest: str, number: int) -> None:
         """Hear from a peer what its head is."""
 
 
@@ -148,7 +148,7 @@ class Exchange(ServicerBase):
     async def rpc_ping(self, request: BytesValue, context: P2PContext) -> BytesValue:
         """Hear which commit a peer holds, and say which one this node holds."""
         if request.value:
-            self._handler.greet(NodeId(context.remote_id.to_base58()), *_pair(request.value))
+            self._handler.meet(NodeId(context.remote_id.to_base58()), *_pair(request.value))
         return BytesValue(value=msgpack.packb(self._handler.position()))
 
     async def rpc_fetch(self, request: BytesValue, context: P2PContext) -> AsyncIterator[BytesValue]:

@@ -151,7 +151,7 @@ class Participant:
         head = self.replica.store.head
         return (head.digest, head.document.round) if head is not None else ("", 0)
 
-    def greet(self, node: NodeId, digest: str, number: int) -> None:
+    def meet(self, node: NodeId, digest: str, number: int) -> None:
         """Note what a peer's head is."""
         if node in self.membership.view.nodes:  # nobody is remembered who is not part of the swarm
             self.board.meet(node, digest, number)

@@ -120,7 +120,7 @@ class Node:
     def position(self) -> tuple[str, int]:
         return self.head.digest, self.head.document.round
 
-    def greet(self, node: str, digest: str, number: int) -> None:
+    def meet(self, node: str, digest: str, number: int) -> None:
         pass
 
 

@@ -42,7 +42,7 @@ class Node:
         self.documents: dict[tuple[str, int], bytes] = {}
         self.lies: dict[str, Path] = {}
         self.head: tuple[Any, Any] = ("ef" * 32, 7)
-        self.greetings: list[tuple[str, str, int]] = []
+        self.meetings: list[tuple[str, str, int]] = []
 
     def receive(self, signed: Signed[Document]) -> str:
         self.received.append(signed)
@@ -57,8 +57,8 @@ class Node:
     def position(self) -> tuple[str, int]:
         return self.head
 
-    def greet(self, node: str, digest: str, number: int) -> None:
-        self.greetings.append((node, digest, number))
+    def meet(self, node: str, digest: str, number: int) -> None:
+        self.meetings.append((node, digest, number))
 
     def lie(self, digest: str, data: bytes) -> None:
         self.lies[digest] = self.store.folder / f"lie-{len(self.lies)}"
@@ -325,12 +325,12 @@ def test_whoever_pings_tells_its_own_position_under_the_name_of_its_connection(s
     async def script(pair: Pair) -> None:
         pair.mine.head = ("cd" * 32, 5)
         await pair.here.ping(pair.node)
-        assert pair.theirs.greetings == [(pair.here.network.node_id, "cd" * 32, 5)]
+        assert pair.theirs.meetings == [(pair.here.network.node_id, "cd" * 32, 5)]
         pair.mine.head = ("a", "b")
         with pytest.raises(CallFailed):
             await pair.here.ping(pair.node)
         await Exchange(pair.here.network, RUN, None).ping(pair.node)
-        assert len(pair.theirs.greetings) == 1, "who has no state tells none"
+        assert len(pair.theirs.meetings) == 1, "who has no state tells none"
 
     scene(script)
 
@@ -343,11 +343,11 @@ def test_an_answer_that_comes_together_with_the_timeout_does_not_deafen_the_node
         daemon = pair.here.network._daemon._process
         greeted = asyncio.Event()
 
-        def greet(node: str, digest: str, number: int) -> None:
+        def meet(node: str, digest: str, number: int) -> None:
             daemon.send_signal(signal.SIGSTOP)
             greeted.set()
 
-        pair.theirs.greet = greet  # type: ignore[method-assign]
+        pair.theirs.meet = meet  # type: ignore[method-assign]
         call = asyncio.create_task(pair.here.ping(pair.node, seconds=0.3))
         try:
             await greeted.wait()
@@ -361,7 +361,7 @@ def test_an_answer_that_comes_together_with_the_timeout_does_not_deafen_the_node
     async def script(pair: Pair) -> None:
         for _ in range(10):
             was_late = await late(pair)
-            pair.theirs.greet = lambda node, digest, number: None  # type: ignore[method-assign]
+            pair.theirs.meet = lambda node, digest, number: None  # type: ignore[method-assign]
             assert await pair.here.ping(pair.node) == pair.theirs.position()
             if was_late:
                 return

@@ -82,7 +82,7 @@ class Peer:
     def position(self) -> tuple[str, int]:
         return "", 0
 
-    def greet(self, node: str, digest: str, number: int) -> None:
+    def meet(self, node: str, digest: str, number: int) -> None:
         pass
 
     def put(self, *objects: bytes) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.run_file import write_preset
+from bootstrap.run_file import change_settings, write_preset
 from node.lab.lab import Lab, unavailable
 from node.local_swarm import Box, LocalSwarm, Place
 from node.stores import open_store
@@ -46,11 +45,7 @@ def write_run(folder: Path) -> Path:
     """The tiny-test preset with the settings of RUN; returns the run file."""
     path = folder / "run.toml"
     write_preset("tiny-test", path)
-    text = path.read_text()
-    for name, value in RUN.items():
-        text, count = re.subn(rf"^{name} = \S+", f"{name} = {value}", text, flags=re.MULTILINE)
-        assert count == 1, name
-    path.write_text(text)
+    change_settings(path, {f"round.{key}": value for key, value in RUN.items()})
     return path
 
 

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swarm.documents import Commit, Ledger, Plan, Share, Signed, seal
+from swarm.documents import Commit, Leave, Ledger, Plan, Share, Signed, seal
 from swarm.identity import Identity
-from swarm.planner import accepted_commit, accepted_plan, is_sound
+from swarm.leader import leaders
+from swarm.manifest import EncodingSettings
+from swarm.planner import Planner, accepted_commit, accepted_plan, is_sound
+from swarm.records import View
 from tests import examples
-from tests.examples import NODES, ROUND
-from tests.nodes import Node
+from tests.examples import NODES, ROUND, RUN
+from tests.nodes import Loopback, Node
 
 VALUES = {"embed": b"four", "head": b"eight..."}
 LEDGER = Ledger(cursor=40, returned=((3, 9),), reserved={NODES[1]: ((20, 30),)})
@@ -196,3 +199,42 @@ def test_whoever_was_not_in_the_roster_is_in_no_commit_of_its_plan(judge: Judge)
 def test_of_two_commits_the_one_with_more_tokens_is_accepted(judge: Judge) -> None:
     less, more = judge.commit(tokens=1100), judge.commit(leader=judge.others[0], tokens=1200)
     assert judge.accepted(less, more) == more
+
+
+# the planner
+
+
+def test_a_leader_that_leaves_is_not_waited_for_nor_planned_in(loopback: Loopback, tmp_path: Path) -> None:
+    """Even if it took part in the last round and comes first; nor may the others spin until its time is over."""
+
+    async def script(nodes: list[Node]) -> None:
+        head = examples.commit(
+            round=1, parent=nodes[0].head.digest, leader=nodes[0].me, shards=examples.states(VALUES),
+            shares={node.me: Share(tokens=1, steps=1) for node in nodes[:2]},
+        )  # fmt: skip
+        signed = seal(nodes[0].identity, head)
+        first, second, *_ = leaders(RUN, head, [node.me for node in nodes[:2]])
+        node = next(node for node in nodes if node.me == second)
+        node.adopt(signed, VALUES)
+        records = {who: examples.record(commit=signed.digest, round=1) for who in (first, second)}
+        looks = 0
+
+        async def refresh() -> View:
+            nonlocal looks
+            looks += 1
+            node.membership.view = View(records)
+            return node.membership.view
+
+        node.membership.refresh = refresh  # type: ignore[method-assign]
+        planning = asyncio.create_task(Planner(node.context).run())
+        while not looks:
+            await asyncio.sleep(0)
+        leaver = next(other for other in nodes if other.me == first)
+        assert node.board.post(seal(leaver.identity, Leave(run=RUN, node=first, round=1))) == ""
+        async with asyncio.timeout(node.context.margin / 2):
+            await planning
+        (plan,) = node.board.plans[2].values()
+        assert plan.document.roster.keys() == {second}
+        assert looks < 10
+
+    loopback.play(tmp_path, VALUES, EncodingSettings(), script)

@@ -45,7 +45,7 @@ class Node:
     def position(self) -> tuple[str, int]:
         return "", 0
 
-    def greet(self, node: str, digest: str, number: int) -> None:
+    def meet(self, node: str, digest: str, number: int) -> None:
         pass
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.run_file import preset_names, read_run_file, write_preset
+from bootstrap.run_file import change_settings, preset_names, read_run_file, write_preset
 from model.errors import UserError
 
 RUN = """\
@@ -163,4 +163,26 @@ def test_files_that_cannot_be_read(path: Path) -> None:
         read_run_file(path)
     path.write_bytes(b'name = "caf\xe9"')
     with pytest.raises(UserError, match="not UTF-8 at byte 11"):
+        read_run_file(path)
+
+
+def test_settings_are_changed_in_place_and_the_rest_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    write_preset("tiny-test", path)
+    before = path.read_text().splitlines()
+    changes = {"run.name": "mine", "round.total": 7, "round.overlap": False, "encoding.shared": "fp32"}
+    change_settings(path, changes)
+    run = read_run_file(path)
+    assert (run.run.name, run.round.total, run.round.overlap, run.encoding.shared) == ("mine", 7, False, "fp32")
+    after = path.read_text().splitlines()
+    changed = [line for line in before if line not in after]
+    assert [line.split(" = ")[0] for line in changed] == ["name", "total"]
+    assert all(any(line.split("#")[1] in other for other in after) for line in changed), "comments stay"
+
+
+def test_a_setting_that_does_not_exist_is_refused_when_the_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    write_preset("tiny-test", path)
+    change_settings(path, {"round.totl": 7})
+    with pytest.raises(UserError, match="totl"):
         read_run_file(path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.run_file import read_preset, write_preset
+from bootstrap.run_file import change_settings, write_preset
 from node.local_swarm import Box, LocalSwarm
 from node.stores import open_store
 
@@ -32,11 +32,7 @@ def rounds_of(box: Box) -> list[dict[str, Any]]:
 def test_a_seed_outlives_the_others_and_a_newcomer_goes_on_from_it(tmp_path: Path) -> None:
     run_file = tmp_path / "run.toml"
     write_preset("tiny-test", run_file)
-    total = read_preset("tiny-test").round.total
-    text = (
-        run_file.read_text().replace(f"total = {total} ", "total = 0 ").replace("start_nodes = 2 ", "start_nodes = 1 ")
-    )
-    run_file.write_text(text)
+    change_settings(run_file, {"round.total": 0, "round.start_nodes": 1})
     with LocalSwarm(tmp_path) as swarm:
         swarm.start_rendezvous(run_file)
         first = swarm.start_node("first")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from bootstrap.run_file import write_preset
+from bootstrap.run_file import change_settings, write_preset
 from model.engine import Engine
 from model.initial import initial_values
 from node.corpus import load_corpus
@@ -51,14 +50,7 @@ def write_run(folder: Path, changes: dict[str, Any]) -> Path:
     """The tiny-test preset with some dotted keys changed; returns the run file."""
     path = folder / "run.toml"
     write_preset("tiny-test", path)
-    sections = tomllib.loads(path.read_text())
-    for key, value in changes.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    lines = []
-    for section, values in sections.items():
-        lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
-    path.write_text("\n".join(lines))
+    change_settings(path, changes)
     return path
 
 
