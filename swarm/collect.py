@@ -105,16 +105,13 @@ class Collector:
                 self._want(Announced(name, update.reducer, update.encoded, commit.shards[name].digest))
         settled = asyncio.ensure_future(self._gather.settled({u.encoded.digest for u in commit.updates.values()}))
         try:
-            while not settled.done() and not self._is_overtaken(commit):
+            # peers that are further have what travelled in this round no more before long, but the state
+            while not settled.done() and not self._context.membership.view.is_beyond(commit.round):
                 await asyncio.wait([settled], timeout=LOOK_SECONDS)
         finally:
             settled.cancel()
         await self._arrived.join()
         log.debug("round %d: all results are here, or nobody has them", commit.round)
-
-    def _is_overtaken(self, commit: Commit) -> bool:
-        """Whether peers are further: what travelled in this round is with nobody before long, but the state is."""
-        return any(record.round > commit.round for record in self._context.membership.view.present().values())
 
     def _want(self, result: Announced) -> None:
         if result.name not in self._replica.head.document.shards or self._replica.store.find(result.values) is not None:

@@ -257,6 +257,9 @@ class Participant:
             await self._adopt(commit, list(plan.document.roster))
 
     async def _adopt(self, commit: Signed[Commit], roster: list[str]) -> None:
+        if self.replica.lacking(commit.document) and self.membership.view.is_beyond(commit.document.round + 1):
+            await self._catch_up()  # nobody keeps what travelled for longer than two rounds
+            return
         holders = [node for node, record in self.membership.view.present().items() if record.commit == commit.digest]
         sources = [commit.document.leader, *roster, *holders]
         try:

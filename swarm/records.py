@@ -81,6 +81,10 @@ class View:
         """Nodes that have not said goodbye."""
         return {node: record for node, record in self.nodes.items() if record.state != "left"}
 
+    def is_beyond(self, number: int) -> bool:
+        """Whether somebody holds a later round than this one."""
+        return any(record.round > number for record in self.present().values())
+
     def trainers(self) -> dict[NodeId, NodeRecord]:
         """Nodes that train."""
         return {node: record for node, record in self.present().items() if record.role == "trainer"}
