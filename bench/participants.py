@@ -19,7 +19,7 @@ from bootstrap.genesis import write_genesis
 from model.settings import LossSettings, ModelSettings, OptimizerSettings
 from swarm.documents import Commit, Document, Signed, seal
 from swarm.identity import Identity
-from swarm.manifest import DataSettings, EncodingSettings, Manifest, RoundSettings
+from swarm.manifest import DataSettings, EncodingSettings, Manifest, MergeSettings, RoundSettings
 from swarm.network import Network
 from swarm.participant import Participant
 from swarm.records import NodeRecord, View
@@ -60,7 +60,9 @@ PATIENCE_SECONDS = 80.0
 EXACT = EncodingSettings(shared="fp32", experts="fp32")
 
 
-def tiny_run(author: str, model: ModelSettings, encoding: EncodingSettings, rounds: Mapping[str, Any]) -> Manifest:
+def tiny_run(
+    author: str, model: ModelSettings, encoding: EncodingSettings, merge: MergeSettings, rounds: Mapping[str, Any]
+) -> Manifest:
     """A run for marking trainers; `rounds` are the keys of `RoundSettings` that differ from QUICK."""
     return Manifest(
         name="marks",
@@ -72,6 +74,7 @@ def tiny_run(author: str, model: ModelSettings, encoding: EncodingSettings, roun
         data=DataSettings(block_tokens=8, num_blocks=1 << 20),
         round=RoundSettings.model_validate({**QUICK, **rounds}),
         encoding=encoding,
+        merge=merge,
     )
 
 
@@ -225,6 +228,7 @@ class Swarm:
         *,
         model: ModelSettings = TINY,
         encoding: EncodingSettings | None = None,
+        merge: MergeSettings | None = None,
         on_commit: Callable[[Node, Signed[Commit]], None] = lambda node, commit: None,
         **rounds: Any,
     ) -> None:
@@ -232,6 +236,7 @@ class Swarm:
         folder: for keys and stores.
         model: which shards there are.
         encoding: how they travel; fp32 by default.
+        merge: the warm-up; none by default.
         on_commit: called with each commit that a node has adopted.
         rounds: keys of `RoundSettings` that differ from QUICK.
         """
@@ -239,7 +244,9 @@ class Swarm:
         self._on_commit = on_commit
         author = Identity.open(folder / "author.key")
         self._identities = [author]
-        self.manifest = seal(author, tiny_run(author.node_id, model, encoding or EXACT, rounds))
+        self.manifest = seal(
+            author, tiny_run(author.node_id, model, encoding or EXACT, merge or MergeSettings(), rounds)
+        )
         self.nodes: list[Node] = []
         """All that were ever added."""
         self.running: list[Node] = []

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from bootstrap.model_section import with_model
 from model.errors import UserError
 from model.settings import LossSettings, ModelSettings, OptimizerSettings, Settings
-from swarm.manifest import DataSettings, EncodingSettings, Manifest, RoundSettings
+from swarm.manifest import DataSettings, EncodingSettings, Manifest, MergeSettings, RoundSettings
 
 FILLED_IN = ("data.fingerprint", "data.num_blocks")
 """Keys of the manifest that follow from the text itself, so nobody writes them."""
@@ -39,6 +39,7 @@ class RunFile(Settings):
     data: DataSettings
     round: RoundSettings
     encoding: EncodingSettings = EncodingSettings()
+    merge: MergeSettings = MergeSettings()
 
     def manifest(self, author: str, fingerprint: str, num_blocks: int, initial_state: str = "") -> Manifest:
         """The manifest of this run, started by the node id `author` on the text that `fingerprint` and `num_blocks`
@@ -54,6 +55,7 @@ class RunFile(Settings):
             data=self.data.model_copy(update={"fingerprint": fingerprint, "num_blocks": num_blocks}),
             round=self.round,
             encoding=self.encoding,
+            merge=self.merge,
         )
 
 

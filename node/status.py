@@ -10,11 +10,12 @@ from swarm.documents import Commit, Signed
 from swarm.exchange import CallFailed, Exchange
 from swarm.identity import Identity, NodeId
 from swarm.manifest import Manifest
-from swarm.membership import read_view
+from swarm.membership import read_view, read_warmup
 from swarm.network import Network
 from swarm.patience import short
 from swarm.records import NodeRecord, View
 from swarm.replica import weight
+from swarm.warmup import Warmup
 
 SCHEMA = 1
 """Version of the JSON form."""
@@ -26,10 +27,11 @@ async def report(peers: Sequence[str], run_id: str | None, *, as_json: bool) -> 
     try:
         manifest = await find_manifest(network, run_id)
         view = await read_view(network, manifest.digest)
+        stage = await read_warmup(network, manifest)
         commit = await _last_commit(Exchange(network, manifest.digest, handler=None), view)
     finally:
         await network.close()
-    summary = summarise(manifest, view, commit)
+    summary = summarise(manifest, view, commit, stage)
     print(json.dumps(summary, indent=2) if as_json else as_text(summary))
 
 
@@ -51,7 +53,9 @@ async def _last_commit(exchange: Exchange, view: View) -> Commit | None:
     return None
 
 
-def summarise(manifest: Signed[Manifest], view: View, commit: Commit | None) -> dict[str, Any]:
+def summarise(
+    manifest: Signed[Manifest], view: View, commit: Commit | None, stage: Warmup | None = None
+) -> dict[str, Any]:
     """The report as JSON-able data."""
     run = manifest.document
     holders = view.holders()
@@ -59,6 +63,7 @@ def summarise(manifest: Signed[Manifest], view: View, commit: Commit | None) -> 
         "schema": SCHEMA,
         "run": {"id": manifest.digest, "name": run.name, "rounds": run.round.total, "author": run.author},
         "round": commit.round if commit is not None else None,
+        "warmup": stage.model_dump() if stage is not None and run.merge.alpha else None,
         "loss": commit.loss if commit is not None and commit.round else None,
         "heldout_loss": commit.heldout_loss if commit is not None else None,
         "utilisation": commit.busy if commit is not None else None,
@@ -97,6 +102,7 @@ def as_text(summary: dict[str, Any]) -> str:
         f"run {run['name']} {run['id'][:12]}   round {number if number is not None else '-'}{rounds}   loss {loss}   "
         f"held-out {heldout}   {quantity(summary['tokens'] or 0)} tokens   "
         f"experts {summary['experts_covered']}/{summary['experts']}",
+        *_stage(summary["warmup"]),
         "",
         f"{'name':<18} {'id':<9} {'state':<10} {'round':>6} {'sync':<4} {'experts':<16} {'trained':>8} "
         f"{'busy':>5} {'sent':>9} {'received':>9}",
@@ -124,6 +130,15 @@ def as_text(summary: dict[str, Any]) -> str:
             f"no node holds expert {', '.join(map(str, missing))}: join with another box, or allow more experts",
         ]
     return "\n".join(lines)
+
+
+def _stage(stage: dict[str, Any] | None) -> list[str]:
+    match stage:
+        case {"phase": "warmup", "alpha": alpha, "next_round": number}:
+            return [f"merging warm-up: experts are merged before round {number}, alpha {alpha:.3g}"]
+        case {"phase": "steady"}:
+            return ["the merging warm-up is over"]
+    return []
 
 
 def _clean(text: str, width: int) -> str:

@@ -33,17 +33,19 @@ class Collector:
     Results come by a tree of its own for each of them (`swarm.relay`), so that its maker hands it out once.
     """
 
-    def __init__(self, context: Context, plan: Plan, digest: str) -> None:
+    def __init__(self, context: Context, plan: Plan, digest: str, base: Commit) -> None:
         """Args:
-        context: the node's; its head is the commit that the round starts from.
+        context: the node's; its head is the commit that the round follows.
         plan: the round's, with its digest.
+        base: what the round starts from.
         """
         self._context = context
         self._replica = context.replica
         self._board = context.board
         self._plan = plan
         self._digest = digest
-        shards = self._replica.head.document.shards
+        self._base = base
+        shards = base.shards
         self._orders = relay_orders(
             reducers(plan, {name: shard.size for name, shard in shards.items()}),
             {name: self._replica.encoded_size(name) for name in shards},
@@ -101,7 +103,7 @@ class Collector:
         Others that are still on their way are not waited for: the commit was written without them.
         """
         for name, update in commit.updates.items():
-            if name in self._replica.head.document.shards:
+            if name in self._base.shards:
                 self._want(Announced(name, update.reducer, update.encoded, commit.shards[name].digest))
         settled = asyncio.ensure_future(self._gather.settled({u.encoded.digest for u in commit.updates.values()}))
         try:
@@ -114,7 +116,7 @@ class Collector:
         log.debug("round %d: all results are here, or nobody has them", commit.round)
 
     def _want(self, result: Announced) -> None:
-        if result.name not in self._replica.head.document.shards or self._replica.store.find(result.values) is not None:
+        if result.name not in self._base.shards or self._replica.store.find(result.values) is not None:
             return
         if result.encoded.size != self._replica.encoded_size(result.name):
             self._context.complain(result.maker, f"its result for {result.name} has the size of another shard")
@@ -153,7 +155,9 @@ class Collector:
         while True:
             digest = await self._arrived.get()
             for result in self._results[digest]:
-                trouble = await asyncio.to_thread(self._replica.apply, result.name, result.encoded, result.values)
+                trouble = await asyncio.to_thread(
+                    self._replica.apply, self._base, result.name, result.encoded, result.values
+                )
                 if trouble:
                     self._context.complain(result.maker, trouble)
                     self._board.lose(result.maker)  # its shards go to their stand-ins, or are carried

@@ -23,7 +23,7 @@ class Contributor:
     def __init__(self, settings: EncodingSettings, base: Commit, store: ShardStore, residuals: Residuals) -> None:
         """Args:
         settings: encoding by kind of shard.
-        base: the commit that the round starts from.
+        base: what the round starts from.
         store: has the base's values, and takes the encoded shards into the round's scratch folder.
         residuals: what was rounded away before.
         """
@@ -53,7 +53,7 @@ class Contributor:
             codec.contribute(
                 encoding,
                 snapshot,
-                self._store.path(self._base.shards[name].digest),
+                self._store.locate(self._base.shards[name].digest),
                 self._residuals.find("handed-in", name),
                 target,
                 self._rest(name),

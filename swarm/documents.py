@@ -41,7 +41,7 @@ class ShardState(Settings):
     """What the commit says about one shard."""
 
     version: Count
-    """Round that produced these values."""
+    """Round that trained these values; a merge changes them and not their version."""
     digest: Digest
     """Of the values: little-endian fp32."""
     size: Size
@@ -64,6 +64,17 @@ class Member(Settings):
     """Local steps after which it hands in, fewer for a slow node."""
     heldout: Blocks
     """Held-out blocks to evaluate before training."""
+
+
+class Merge(Settings):
+    """How the experts are merged before a round trains."""
+
+    alpha: Part
+    """Strength."""
+    donors: tuple[tuple[tuple[Count, ...], ...], ...]
+    """For each layer and expert the experts that it is drawn to."""
+    state: Digest
+    """Of the merged model state, by which a node sees that it has merged as the leader has."""
 
 
 class Document(Settings):
@@ -91,6 +102,8 @@ class Plan(Document):
     """Training ends after this time whatever was reached, counted from the plan's arrival."""
     reduce_seconds: Seconds
     """After this further time the commit is written with what there is."""
+    merge: Merge | None = None
+    """Every node merges the state of the parent like this before anything else: the round's base is the result."""
 
 
 class Contribution(Document):
@@ -191,6 +204,8 @@ class Commit(Document):
     """From the plan to the last contribution."""
     reduce_seconds: tuple[Seconds, ...]
     """From the last contribution to the commit, in this round and a few before it, this one last."""
+    merge: Merge | None = None
+    """How the state of the parent was merged before the round; the updates are those of the result."""
     busy: Part
     """Utilisation: the share of its time that a node spent in training steps, mean over the contributors; 0 where that
     is not known."""

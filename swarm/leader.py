@@ -9,6 +9,7 @@ from swarm.documents import (
     Commit,
     Contribution,
     Member,
+    Merge,
     Plan,
     Reduction,
     Result,
@@ -114,6 +115,7 @@ def make_plan(
     head_digest: str,
     roster: Mapping[NodeId, NodeRecord],
     view: View,
+    merge: Merge | None = None,
 ) -> Plan:
     """The plan of the round after `head`.
 
@@ -124,6 +126,7 @@ def make_plan(
         head: the commit the round starts from, with its digest.
         roster: the nodes that take part, by id.
         view: everybody who is there, and their leases.
+        merge: how the round begins, if it begins with a merge.
     """
     rounds = manifest.round
     speeds = {node: record.seconds_per_step for node, record in roster.items() if record.seconds_per_step > 0}
@@ -157,6 +160,7 @@ def make_plan(
         reduce_seconds=bound
         if not head.reduce_seconds
         else min(max(bound, margin), SLACK * statistics.median(head.reduce_seconds) + margin),
+        merge=merge,
     )
 
 
@@ -218,7 +222,7 @@ def make_commit(
     plan: Plan,
     plan_digest: str,
     leader: NodeId,
-    head: Commit,
+    base: Commit,
     results: Mapping[str, tuple[str, Result]],
     contributions: Mapping[str, Contribution],
     reduce_seconds: float,
@@ -228,16 +232,16 @@ def make_commit(
     Args:
         plan: the round's plan, with its digest.
         leader: who signs the commit.
-        head: the commit before.
+        base: what the round started from.
         results: maker and result by shard, from `resolve`.
         contributions: what the nodes offered, by node.
         reduce_seconds: from the last contribution to now, as this leader saw it.
     """
     counted = {node for _, result in results.values() for node in result.contributors} & contributions.keys()
     share = {node: contributions[node] for node in sorted(counted)}
-    shards, updates = dict(head.shards), {}
+    shards, updates = dict(base.shards), {}
     for name, (reducer, result) in results.items():
-        shards[name] = ShardState(version=plan.round, digest=result.values, size=head.shards[name].size)
+        shards[name] = ShardState(version=plan.round, digest=result.values, size=base.shards[name].size)
         offered = {node for node, contribution in share.items() if name in contribution.shards}
         without = tuple(sorted(offered - set(result.contributors)))
         updates[name] = Update(encoded=result.encoded, reducer=reducer, without=without)
@@ -255,15 +259,16 @@ def make_commit(
         owners=plan.owners,
         shares={node: Share(tokens=c.tokens, steps=c.steps) for node, c in share.items()},
         missing=tuple(sorted(plan.roster.keys() - counted)),
-        tokens=head.tokens + tokens,
+        tokens=base.tokens + tokens,
         ledger=blocks.settle_up(
-            head.ledger,
+            base.ledger,
             {node: member.blocks for node, member in plan.roster.items()},
             {node: c.used_blocks for node, c in share.items()},
         ),
-        loss=sum(c.loss * c.tokens for c in share.values()) / tokens if tokens else head.loss,
+        loss=sum(c.loss * c.tokens for c in share.values()) / tokens if tokens else base.loss,
         heldout_loss=sum(c.heldout_nats for c in share.values()) / heldout_tokens if heldout_tokens else None,
         train_seconds=max((c.train_seconds for c in share.values()), default=0.0),
-        reduce_seconds=(*head.reduce_seconds, reduce_seconds)[-REMEMBERED:],
+        reduce_seconds=(*base.reduce_seconds, reduce_seconds)[-REMEMBERED:],
+        merge=plan.merge,
         busy=statistics.fmean(busy) if busy else 0.0,
     )

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from model.settings import LossSettings, ModelSettings, OptimizerSettings, Settings
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the records, documents and calls between nodes; nodes with another one are refused."""
 
 Encoding = Literal["fp32", "bf16", "int8", "int4"]
@@ -74,6 +74,19 @@ class EncodingSettings(Settings):
     """Of the experts' shards, most of what travels."""
 
 
+class MergeSettings(Settings):
+    """The merging warm-up: early on, experts that resemble each other are drawn together (SPES, Eq. 5 and 6)."""
+
+    alpha: float = Field(default=0.0, ge=0, le=1)
+    """Strength at the first step; it falls linearly to 0. 0: nothing is ever merged."""
+    every_steps: int = Field(default=500, gt=0)
+    """Local steps M between two merges, a multiple of round.local_steps: experts are merged between two rounds."""
+    first_steps: int = Field(default=12_500, gt=0)
+    """Local steps T_merge after which the strength is 0 and the warm-up over."""
+    donors: int = Field(default=4, gt=0)
+    """Experts K that each one is drawn to; all others where there are fewer."""
+
+
 class Manifest(Settings):
     """One training effort. Its canonical bytes, hashed, are the run's id; signed by `author`, they start the run."""
 
@@ -92,6 +105,7 @@ class Manifest(Settings):
     data: DataSettings
     round: RoundSettings
     encoding: EncodingSettings = EncodingSettings()
+    merge: MergeSettings = MergeSettings()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -102,4 +116,9 @@ class Manifest(Settings):
         shards = self.model.num_layers * (self.model.num_experts + 1)
         if shards > MAX_SHARDS:
             raise ValueError(f"{shards} shards (layers x (experts + 1)) are more than the {MAX_SHARDS} of a commit")
+        if self.merge.alpha and self.merge.every_steps % self.round.local_steps:
+            raise ValueError(
+                f"merge.every_steps {self.merge.every_steps} is not a multiple of round.local_steps "
+                f"{self.round.local_steps}: experts are merged between two rounds"
+            )
         return self

@@ -12,6 +12,7 @@ from swarm.manifest import Manifest
 from swarm.network import Network, Stored
 from swarm.ranking import ranked
 from swarm.records import NodeRecord, View, record_key, record_keys
+from swarm.warmup import Warmup, warmup, warmup_key
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,17 @@ async def read_view(network: Network, run_id: str) -> View:
     return View(await Lookout(network, run_id).look(thorough=True))
 
 
+async def read_warmup(network: Network, manifest: Signed[Manifest]) -> Warmup | None:
+    """Where a run stands in its merging warm-up, as the furthest of those who keep it tells; None when nobody does."""
+    found = []
+    for node, stored in (await network.read([warmup_key(manifest.digest)])).items():
+        try:
+            found.append(Warmup.open(stored.value, manifest.document))
+        except (ValueError, TypeError) as error:
+            log.debug("phase from %s: %s", node, error)
+    return max(found, key=lambda told: told.round, default=None)
+
+
 class Membership:
     """This node's records, and its view of the others'."""
 
@@ -87,7 +99,7 @@ class Membership:
         self._traffic = traffic
         self.record = record
         self.view = View()
-        self._manifest = manifest.wire
+        self._manifest = manifest
         self._lease_seconds = manifest.document.round.lease_seconds
         self._beat_seconds = self._lease_seconds / BEATS_PER_LEASE
         self._lookout = Lookout(network, manifest.digest)
@@ -158,7 +170,7 @@ class Membership:
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew())
-            group.create_task(self._keep_manifest())
+            group.create_task(self._keep_for_all())
             group.create_task(self._look_around())
 
     async def _renew(self) -> None:
@@ -171,13 +183,15 @@ class Membership:
             except TimeoutError:
                 continue
 
-    async def _keep_manifest(self) -> None:
-        """Store the manifest as long as this node is one of its keepers."""
-        me = self.network.node_id
+    async def _keep_for_all(self) -> None:
+        """Store the manifest and the phase of the run as long as this node is one of their keepers."""
+        me, run_id = self.network.node_id, self._manifest.digest
         while True:
-            keepers = ranked({*self.view.present(), me}, self.record.run, "manifest")[:MANIFEST_KEEPERS]
+            keepers = ranked({*self.view.present(), me}, run_id, "manifest")[:MANIFEST_KEEPERS]
             if self.record.role == "rendezvous" or me in keepers:
-                await self.network.store(MANIFEST_KEY, self._manifest, self._lease_seconds)
+                await self.network.store(MANIFEST_KEY, self._manifest.wire, self._lease_seconds)
+                phase = canonical(warmup(self._manifest.document, self.record.round))
+                await self.network.store(warmup_key(run_id), phase, self._lease_seconds)
             await asyncio.sleep(self._beat_seconds)
 
     async def _look_around(self) -> None:

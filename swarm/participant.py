@@ -69,7 +69,7 @@ class Participant:
         )
         self.exchange.on_served = self.board.notify  # a result that a peer has may be committed
         self.membership = Membership(network, manifest, record, lambda: (self.exchange.sent, self.exchange.received))
-        self.replica = Replica(store, self.exchange, self.membership, self.manifest.encoding)
+        self.replica = Replica(store, self.exchange, self.membership, self.manifest)
         self._pursuit = Pursuit(self.replica, self.exchange, self.membership, lambda text: self._tell("syncing", text))
         self._context = Context(
             manifest=self.manifest,
@@ -240,21 +240,40 @@ class Participant:
         if plan is None:
             return
         self._round_started = self._round_started or asyncio.get_running_loop().time()
+        base = await self._base(plan)
+        if base is None:
+            self._given_up.add(plan.digest)
+            return
         commit: Signed[Commit] | None
         if self._trainer is not None and self._me in plan.document.roster:
             self.membership.lease(plan.document.owners.get(self._me, ()))
-            self._round = Round(self._context, plan, self._trainer, self._handed_in, self._find_plan)
+            self._round = Round(self._context, plan, base, self._trainer, self._handed_in, self._find_plan)
             commit = await self._round.run()
             self._handed_in = self._round.handed_in
         else:
             self._tell("following", f"round {plan.document.round} is in progress without this node")
-            commit = await self._watch(plan)
+            commit = await self._watch(plan, base)
         if commit is None:
             if all(self.board.excused(node, plan.document.round) for node in plan.document.roster if node != self._me):
                 self._given_up.add(plan.digest)
             await self._catch_up()
         else:
             await self._adopt(commit, list(plan.document.roster))
+
+    async def _base(self, plan: Signed[Plan]) -> Commit | None:
+        """What the round starts from; None when this node does not come to the state that the leader names."""
+        merge = plan.document.merge
+        if merge is not None:
+            self._tell("merging", f"round {plan.document.round} begins with a merge, alpha {merge.alpha:.3g}")
+        base = await self.replica.base(merge)
+        if merge is not None and base.state != merge.state:
+            log.warning(
+                "round %d: merging gives another state here than %s says; that plan is left out",
+                plan.document.round,
+                short(plan.signer),
+            )
+            return None
+        return base
 
     async def _adopt(self, commit: Signed[Commit], roster: list[str]) -> None:
         if self.replica.lacking(commit.document) and self.membership.view.is_beyond(commit.document.round + 1):
@@ -320,7 +339,7 @@ class Participant:
         await self._give_way()
         if self.replica.head.digest != head:
             return None
-        lead = asyncio.create_task(Planner(self._context).run()) if self._trainer is not None else None
+        lead = asyncio.create_task(Planner(self._context, self._given_up).run()) if self._trainer is not None else None
         try:
             while True:
                 if (plan := await self.board.until(self._find_plan, LOOK_SECONDS)) is not None:
@@ -367,10 +386,10 @@ class Participant:
     def _find_commit(self) -> Signed[Commit] | None:
         return accepted_commit(self._context)
 
-    async def _watch(self, plan: Signed[Plan]) -> Signed[Commit] | None:
+    async def _watch(self, plan: Signed[Plan], base: Commit) -> Signed[Commit] | None:
         """The commit of a round this node is not part of; None when it should look for a newer head instead."""
         async with asyncio.TaskGroup() as group:
-            collector = Collector(self._context, plan.document, plan.digest)
+            collector = Collector(self._context, plan.document, plan.digest, base)
             collecting = group.create_task(collector.run())
             commit = await self._patience.wait(
                 self._find_commit,

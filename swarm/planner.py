@@ -7,12 +7,14 @@ from collections.abc import Collection
 
 from swarm import blocks
 from swarm.context import Context
-from swarm.documents import Commit, Plan, Signed
+from swarm.documents import Commit, Merge, Plan, Signed
 from swarm.exchange import CallFailed
 from swarm.identity import NodeId
 from swarm.leader import blocks_for, leaders, make_plan
+from swarm.merging import choose_donors
 from swarm.patience import ASLEEP_SECONDS, LOOK_SECONDS, names, short
 from swarm.records import NodeRecord
+from swarm.warmup import strength
 
 POLL_SECONDS = 0.2
 """How often a leader looks whether the roster is complete."""
@@ -37,6 +39,8 @@ def _judge(context: Context, plan: Signed[Plan]) -> bool:
         return False
     if not document.owners.keys() <= document.roster.keys() <= document.uplinks.keys():
         return False
+    if not context.replica.merges_right(document):
+        return False
     members = document.roster.values()
     wanted = {node: blocks_for(rounds, member.steps) for node, member in document.roster.items()}
     return (
@@ -55,15 +59,16 @@ def accepted_commit(context: Context) -> Signed[Commit] | None:
     The members are the roster of its plan; where that was not delivered, everybody who may have been in it.
     """
     head, rounds = context.replica.head.document, context.manifest.round
-    rosters = {
-        plan.digest: plan.document.roster.keys()
+    plans = {
+        plan.digest: plan.document
         for plan in context.board.plans.get(head.round + 1, {}).values()
         if is_sound(context, plan)
     }
     known = head.shares.keys() | context.membership.view.trainers().keys()
 
     def is_fit(commit: Signed[Commit]) -> bool:
-        members = rosters.get(commit.document.plan, known)
+        plan = plans.get(commit.document.plan)
+        members = plan.roster.keys() if plan is not None else known
         # what a member may hand in: what was left for it, and what a plan adds to that
         most = (
             sum(map(blocks.count, head.ledger.reserved.values()))
@@ -71,6 +76,7 @@ def accepted_commit(context: Context) -> Signed[Commit] | None:
         ) * context.manifest.data.block_tokens
         return (
             commit.signer in members
+            and (plan is None or commit.document.merge == plan.merge)
             and commit.document.shares.keys() <= members
             and 0 <= commit.document.tokens - head.tokens <= most
         )
@@ -99,8 +105,13 @@ def accepted_plan(context: Context, given_up: Collection[str] = ()) -> Signed[Pl
 class Planner:
     """Writes the plan of the next round when those who come first in the order do not."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, given_up: Collection[str] = ()) -> None:
+        """Args:
+        context: the node's.
+        given_up: digests of plans that led to nothing.
+        """
         self._context = context
+        self._given_up = given_up
         self._board = context.board
         self._head = context.replica.head
         self._number = self._head.document.round + 1
@@ -135,6 +146,7 @@ class Planner:
                 return
             else:
                 log.debug("round %d: this node plans", self._number)
+                merge = await self._merge()
                 context.publish(
                     make_plan(
                         context.manifest,
@@ -144,9 +156,20 @@ class Planner:
                         self._head.digest,
                         roster,
                         context.membership.view,
+                        merge,
                     )
                 )
                 return
+
+    async def _merge(self) -> Merge | None:
+        """How the round begins, if it begins with a merge."""
+        replica, manifest, head = self._context.replica, self._context.manifest, self._head.document
+        alpha = strength(manifest, head.round)
+        if not alpha:
+            return None
+        self._context.tell("merging", f"choosing the experts that are merged before round {self._number}")
+        donors = await asyncio.to_thread(choose_donors, replica.store, head, manifest.model, manifest.merge.donors)
+        return Merge(alpha=alpha, donors=donors, state=(await replica.merged(alpha, donors)).state)
 
     async def _assemble(self) -> dict[NodeId, NodeRecord]:
         """Wait for the roster: those of the last round that are still there, and everybody else who is ready.
@@ -210,7 +233,7 @@ class Planner:
         )
 
     async def _was_planned_by(self, nodes: list[str]) -> bool:
-        """Ask those who come first whether they have written the plan and it was not delivered."""
+        """Ask those who come first whether they have written a plan that counts, and it was not delivered."""
         for node in nodes:
             try:
                 plan = await self._context.exchange.read(node, "plan", self._number)
@@ -219,7 +242,8 @@ class Planner:
                 continue
             if plan is not None:
                 self._board.post(plan)
-                return True
+                if accepted_plan(self._context, self._given_up) is not None:
+                    return True
         return False
 
     def _excused(self, node: str) -> bool:

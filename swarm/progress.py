@@ -17,8 +17,10 @@ class HandedIn:
 
     plan: str
     """Digest of the plan it was for."""
-    base: Signed[Commit]
-    """The commit whose state the round started from."""
+    parent: str
+    """Digest of the commit that the round followed."""
+    base: Commit
+    """What it started from."""
     work: Work
 
 
@@ -42,12 +44,11 @@ def references(
     """
     if last is None:
         return {}, False
-    base = last.base.document
-    before = {name: store.path(base.shards[name].digest) for name in last.work.shards}
-    if head.digest == last.base.digest:
-        return before, False  # the round led nowhere
-    if head.document.parent != last.base.digest:
+    if last.parent not in (head.digest, head.document.parent):
         return {}, False
+    before = {name: store.locate(last.base.shards[name].digest) for name in last.work.shards}
+    if head.digest == last.parent:
+        return before, False  # the round led nowhere
     commit = head.document
     if commit.plan != last.plan or me not in commit.shares:
         return before, False

@@ -36,7 +36,7 @@ class Reducer:
     ) -> None:
         """Args:
         plan: the round's plan.
-        base: the commit that it starts from.
+        base: what it starts from.
         settings: encoding by kind of shard.
         store, residuals, exchange: this node's.
         margin: seconds that a contribution may come later than half of the others.
@@ -121,7 +121,7 @@ class Reducer:
 
     def _average(self, name: str, offers: Mapping[str, Contribution], sound: Mapping[str, Path]) -> Result:
         encoding = encoding_of(self._settings, name)
-        base = self._store.path(self._base.shards[name].digest)
+        base = self._store.locate(self._base.shards[name].digest)
         if len(sound) == 1:
             (node,) = sound
             encoded = offers[node].shards[name]
@@ -141,7 +141,7 @@ class Reducer:
         values = encoded.digest
         if not codec.carries_values(encoding):
             values = self._write(
-                name, lambda target: codec.apply(encoding, base, self._path(encoded.digest), target)
+                name, lambda target: codec.apply(encoding, base, self._store.locate(encoded.digest), target)
             ).digest
         return Result(encoded=encoded, values=values, contributors=tuple(sound))
 
@@ -174,11 +174,6 @@ class Reducer:
         os.replace(temporary, final)
         self._store.place(final)
         return Encoded(digest=target.digest, size=final.stat().st_size)
-
-    def _path(self, digest: str) -> Path:
-        path = self._store.find(digest)
-        assert path is not None, "it was fetched or written before"
-        return path
 
     def _rest(self, name: str) -> Path:
         """What this average rounds away, until it is known whether it was committed."""

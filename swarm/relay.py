@@ -2,13 +2,18 @@
 
 The nodes stand in one order for each object, the maker first. The second one fetches from the maker; below it the order
 is a tree in which every inner node serves two others. So the first half of the order serves two copies each and the
-second half none. In which half a node stands follows from what its uplink has to carry for other shards. All nodes must
-compute the orders from the same mappings, or a link of a tree may be missing.
+second half none. In which half a node stands follows from what its uplink has to carry for other shards, and below whom
+from what has to pass between the two: connections share a line evenly, so the one with the most to carry would end long
+after the others. All nodes must compute the orders from the same mappings, or a link of a tree may be missing.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from swarm.ranking import strengths
+
+CHOICES = 4
+"""So many nodes, of those that have the least to send, are compared for a place in an order."""
 
 
 def relay_orders(
@@ -29,19 +34,30 @@ def relay_orders(
     strength = strengths(uplinks)
     busy = dict.fromkeys(sorted(strength), 0.0)
     """Seconds that each uplink needs for what it has to send."""
+    links = {node: Counter[str]() for node in busy}
+    """Bytes that pass between two nodes."""
     for name, nodes in reducers.items():
         for node in nodes:  # the reducer hands its result out once, each other one its contribution
             busy[node] += sizes[name] / strength[node]
+        for node in nodes[1:]:
+            links[node][nodes[0]] += sizes[name]
     orders = {}
     for name in sorted(reducers, key=lambda name: (-sizes[name], name)):
         if not reducers[name]:
             continue
-        maker = reducers[name][0]
-        others = sorted((node for node in busy if node != maker), key=busy.__getitem__)
-        orders[name] = [maker, *others]
-        for place, node in enumerate(others, start=1):
-            children = len(range(2 * place, min(2 * place + 2, len(orders[name]))))
-            busy[node] += children * sizes[name] / strength[node]
+        order = orders[name] = [reducers[name][0]]
+        left = sorted((node for node in busy if node != order[0]), key=busy.__getitem__)
+        while left:
+            above, place = order[len(order) // 2], len(order)
+            served = sizes[name] * len(range(2 * place, min(2 * place + 2, len(busy))))
+            free = left[:CHOICES]
+            if served:  # what is given to one that has more to do must not make it the last one
+                free = [node for node in free if busy[node] <= busy[free[0]] + served / strength[node]]
+            chosen = min(free, key=links[above].__getitem__)
+            left.remove(chosen)
+            order.append(chosen)
+            links[above][chosen] += sizes[name]
+            busy[chosen] += served / strength[chosen]
     return orders
 
 

@@ -2,18 +2,22 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 from model.errors import SpesError
 from swarm import codec
 from swarm.contribute import encoding_of
-from swarm.documents import Commit, Encoded, Signed, state_digest
+from swarm.documents import Commit, Encoded, Merge, Plan, Signed, state_digest
 from swarm.exchange import Exchange, Writer
 from swarm.gather import Gather
 from swarm.identity import NodeId
-from swarm.manifest import Encoding, EncodingSettings
+from swarm.manifest import Encoding, Manifest
 from swarm.membership import Membership
+from swarm.merging import Donors, is_fit, merge_state
+from swarm.shard_names import expert_of
 from swarm.store import ObjectWriter, ShardStore, read_commit
+from swarm.warmup import strength
 
 VALUE_BYTES = 4
 """Of fp32."""
@@ -43,11 +47,12 @@ def weight(tokens: int, number: int, digest: str) -> tuple[int, int, int]:
 class Replica:
     """The committed state on this node and its way to the next one."""
 
-    def __init__(
-        self, store: ShardStore, exchange: Exchange, membership: Membership, encodings: EncodingSettings
-    ) -> None:
+    def __init__(self, store: ShardStore, exchange: Exchange, membership: Membership, manifest: Manifest) -> None:
         self.store = store
-        self._encodings = encodings
+        self._manifest = manifest
+        self._merging = threading.Lock()
+        self._merged: dict[tuple[object, ...], Commit] = {}
+        """The last state that was merged, by what it was made from."""
         self._exchange = exchange
         self._membership = membership
         self._void: dict[str, float] = {}
@@ -64,7 +69,10 @@ class Replica:
         following = [
             c
             for c in commits
-            if c.document.parent == self.head.digest and not self.is_void(c.digest) and self.has_same_layout(c.document)
+            if c.document.parent == self.head.digest
+            and not self.is_void(c.digest)
+            and self.has_same_layout(c.document)
+            and self.merges_right(c.document)
         ]
         return max(following, key=lambda c: weight(c.document.tokens, c.document.round, c.digest), default=None)
 
@@ -88,7 +96,7 @@ class Replica:
 
     def encoding(self, name: str) -> Encoding:
         """How a shard travels."""
-        return encoding_of(self._encodings, name)
+        return encoding_of(self._manifest.encoding, name)
 
     def encoded_size(self, name: str) -> int:
         """Bytes of a shard as it travels."""
@@ -107,21 +115,20 @@ class Replica:
             return self.store.writer(encoded.digest, encoded.size)
         return self.store.scratch_writer(base.round + 1, encoded.digest, encoded.size)
 
-    def apply(self, name: str, encoded: Encoded, values: str, base: Commit | None = None) -> str:
+    def apply(self, base: Commit, name: str, encoded: Encoded, values: str) -> str:
         """Make the new values of a shard from the result that has been fetched, and put them into the store. It reads
         and writes files, so it belongs into a thread.
 
         Args:
+            base: has the old values.
             name: the shard.
             encoded: the result, in the store.
             values: digest that the new values must have.
-            base: has the old values; the head, if it is none.
 
         Returns:
             Why that is impossible, for people; empty when the values are here.
         """
         path = self.store.find(encoded.digest)
-        base = base or self.head.document
         if path is None or path.stat().st_size != self._encoded_size(name, base):
             return f"its result for {name} has the size of another shard"
         encoding, shard = self.encoding(name), base.shards[name]
@@ -134,11 +141,35 @@ class Replica:
             return ""
         try:
             with self.store.writer(values, shard.size) as target:
-                codec.apply(encoding, self.store.path(shard.digest), path, target)
+                codec.apply(encoding, self.store.locate(shard.digest), path, target)
                 target.finish()
         except (ValueError, FloatingPointError):
             return f"its result for {name} does not give the values it promised"
         return ""
+
+    # merging
+
+    async def base(self, merge: Merge | None) -> Commit:
+        """What a round starts from that follows the head: its state, merged if the round begins with that."""
+        if merge is None:
+            return self.head.document
+        return await self.merged(merge.alpha, merge.donors)
+
+    async def merged(self, alpha: float, donors: Donors) -> Commit:
+        """The state of the head with its experts merged, see `swarm.merging.merge_state`."""
+        return await asyncio.to_thread(self._merge, self.head, alpha, donors)
+
+    def _merge(self, head: Signed[Commit], alpha: float, donors: Donors) -> Commit:
+        key = (head.digest, alpha, donors)
+        with self._merging:  # whoever waited for the one before may have been cancelled, its thread was not
+            if key not in self._merged:
+                self._merged = {key: merge_state(self.store, head.document, alpha, donors)}
+            return self._merged[key]
+
+    def merges_right(self, following: Plan | Commit) -> bool:
+        """Whether a plan or commit that follows the head merges if, and as, the run says."""
+        alpha = strength(self._manifest, self.head.document.round)
+        return is_fit(following.merge, alpha, self._manifest.model, self._manifest.merge.donors)
 
     # a commit
 
@@ -161,8 +192,8 @@ class Replica:
             await asyncio.sleep(attempt * PAUSE_SECONDS)
             if not (missing := await self._missing(commit)):
                 return
-            if self.store.head is not None and self.head.digest == commit.parent:
-                await self._fetch_updates(self.head.document, commit, missing, sources)
+            if self.store.head is not None and self.head.digest == commit.parent and self.merges_right(commit):
+                await self._fetch_updates(await self.base(commit.merge), commit, missing, sources)
                 missing = await self._missing(commit)
             values = {commit.shards[n].digest: commit.shards[n].size for n in missing}
             await self._fetch(values, sources)
@@ -184,6 +215,8 @@ class Replica:
             sources: nodes that may have what travelled, best first.
         """
         held = [name for name in await self._missing(commit) if self.store.find(base.shards[name].digest) is not None]
+        if commit.merge is not None:  # that takes all experts of a layer
+            held = [name for name in held if expert_of(name) is None]
         await self._fetch_updates(base, commit, held, sources)
         done = {shard.digest for shard in base.shards.values()} | {u.encoded.digest for u in commit.updates.values()}
         for digest in done - {shard.digest for shard in commit.shards.values()}:
@@ -205,7 +238,7 @@ class Replica:
         await self._fetch(lacking, sources, writer)
         for name, encoded in updates.items():
             if self.store.find(encoded.digest) is not None:
-                trouble = await asyncio.to_thread(self.apply, name, encoded, commit.shards[name].digest, base)
+                trouble = await asyncio.to_thread(self.apply, base, name, encoded, commit.shards[name].digest)
                 if trouble:
                     log.warning("round %d: %s", commit.round, trouble)
 

@@ -26,6 +26,7 @@ class Round:
         self,
         context: Context,
         plan: Signed[Plan],
+        base: Commit,
         trainer: Trainer,
         last: HandedIn | None,
         accepted: Callable[[], Signed[Plan] | None],
@@ -35,6 +36,7 @@ class Round:
         Args:
             context: the node's.
             plan: the round's.
+            base: what it starts from.
             trainer: trains.
             last: what this node has handed in last.
             accepted: the plan that this node would accept now.
@@ -42,7 +44,7 @@ class Round:
         self._accepted = accepted
         self.plan = plan.document
         self._context = context
-        self._tally = Tally(context, plan)
+        self._tally = Tally(context, plan, base)
         self._trainer = trainer
         self._board = context.board
         self._margin = context.margin
@@ -60,7 +62,7 @@ class Round:
 
     async def run(self) -> Signed[Commit] | None:
         """Take part; returns the round's commit, or None when none came by any deadline, or another plan counts."""
-        collector = Collector(self._context, self._tally.plan, self._tally.digest)
+        collector = Collector(self._context, self._tally.plan, self._tally.digest, self._tally.base)
         async with asyncio.TaskGroup() as group:
             training = group.create_task(self._training.run())
             collecting = group.create_task(collector.run())

@@ -15,3 +15,8 @@ def expert_of(name: str) -> int | None:
 def trained(names: Iterable[str], experts: Collection[int]) -> list[str]:
     """The shards that the owner of these experts trains: all shared ones and its experts'."""
     return [name for name in names if (expert := expert_of(name)) is None or expert in experts]
+
+
+def expert_shards(layer: int, experts: int) -> list[str]:
+    """The shards of a layer's experts, by expert."""
+    return [f"layer.{layer}.expert.{expert}" for expert in range(experts)]

@@ -35,8 +35,8 @@ class Tempo:
 
 FAILURES = 2
 """After this many in a row a source does not count any more; it is asked again all the same."""
-MOST_CALLS = 4
-"""Requests that one source is asked at a time."""
+MOST_CALLS = 32
+"""Requests that one source is asked at a time; most of them wait there for what is on its way."""
 HOPELESS_FAILURES = 4
 """After this many in a row nothing is expected of a source any more."""
 

@@ -336,6 +336,12 @@ class ShardStore:
         """Where an object is, committed or not; None when it is not here."""
         return self._places.get(digest)
 
+    def locate(self, digest: str) -> Path:
+        """Where an object is that must be here, committed or not."""
+        path = self.find(digest)
+        assert path is not None, f"{digest[:12]} is not here"
+        return path
+
     def discard(self, digest: str) -> None:
         """Remove an object that must not become part of the state; what is part of it stays, whoever names it."""
         if self.head is not None and any(shard.digest == digest for shard in self.head.document.shards.values()):

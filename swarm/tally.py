@@ -11,12 +11,12 @@ from swarm.planner import accepted_commit
 class Tally:
     """The documents of one round that can be believed."""
 
-    def __init__(self, context: Context, plan: Signed[Plan]) -> None:
+    def __init__(self, context: Context, plan: Signed[Plan], base: Commit) -> None:
         self.plan = plan.document
         self.digest = plan.digest
         """Of the plan."""
-        self.base: Commit = context.replica.head.document
-        """The commit that the round starts from."""
+        self.base = base
+        """What the round starts from: the commit before, merged if the plan says so."""
         self.order = reducers(self.plan, {name: shard.size for name, shard in self.base.shards.items()})
         """The reducer of each shard, then its stand-ins."""
         self._resolved: dict[str, tuple[str, Result]] = {}

@@ -29,7 +29,6 @@ class Training:
         self._tally = tally
         self._trainer = trainer
         self._last = last
-        self._base = context.replica.head
         self._contributor = Contributor(context.manifest.encoding, tally.base, context.replica.store, context.residuals)
         self.work: Work | None = None
         """What this node has trained, once it has."""
@@ -37,7 +36,9 @@ class Training:
     @property
     def handed_in(self) -> HandedIn | None:
         """The contribution of this round, or the last one before it."""
-        return HandedIn(self._tally.digest, self._base, self.work) if self.work is not None else self._last
+        if self.work is None:
+            return self._last
+        return HandedIn(self._tally.digest, self._tally.plan.parent, self._tally.base, self.work)
 
     async def run(self) -> None:
         """Train and hand in."""
@@ -89,10 +90,10 @@ class Training:
     def _task(self) -> Task:
         plan, store = self._tally.plan, self._context.replica.store
         member = plan.roster[self._context.me]
-        kept, counted = references(self._last, self._base, self._context.me, store)
+        kept, counted = references(self._last, self._context.replica.head, self._context.me, store)
         return Task(
             round=plan.round,
-            shards={name: (shard.digest, store.path(shard.digest)) for name, shard in self._tally.base.shards.items()},
+            shards={n: (shard.digest, store.locate(shard.digest)) for n, shard in self._tally.base.shards.items()},
             references=kept,
             counted=counted,
             experts=plan.owners.get(self._context.me, ()),

@@ -59,7 +59,7 @@ class Node:
         self.exchange = Exchange(network, RUN, self)
         signed = Signed(manifest, self.me, RUN, b"")
         self.membership = Membership(network, signed, examples.record(), lambda: (0, 0))
-        self.replica = Replica(self.store, self.exchange, self.membership, manifest.encoding)
+        self.replica = Replica(self.store, self.exchange, self.membership, manifest)
         self.pursuit = Pursuit(self.replica, self.exchange, self.membership, lambda text: None)
         self.context = Context(
             manifest=manifest,

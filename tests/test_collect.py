@@ -65,7 +65,7 @@ def play(loopback: Loopback, tmp_path: Path, request: pytest.FixtureRequest) -> 
     def run(encoding: Encoding, script: Callable[[Scene], Awaitable[None]]) -> None:
         async def collecting(nodes: list[Node]) -> None:
             plan = examples.plan(*[node.me for node in nodes[roster]], parent=nodes[0].head.digest)
-            collector = Collector(nodes[2].context, plan, PLAN)
+            collector = Collector(nodes[2].context, plan, PLAN, nodes[2].head.document)
             running = asyncio.create_task(collector.run())
             try:
                 await script(Scene(nodes, collector))

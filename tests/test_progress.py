@@ -29,7 +29,7 @@ class Trained:
             tokens=8, steps=1, used_blocks=1, loss=1.0, heldout_nats=0.0, heldout_tokens=0,
             seconds=1.0, busy_seconds=1.0, seconds_per_step=1.0, shards=shards,
         )  # fmt: skip
-        self.last = HandedIn(PLAN, self.base, work)
+        self.last = HandedIn(PLAN, self.base.digest, self.base.document, work)
 
     def commit(
         self,

@@ -67,15 +67,23 @@ def test_other_objects_take_other_ways() -> None:
 # all results of a round
 
 
-def busy(reducers: Mapping[str, list[str]], sizes: Mapping[str, int], uplinks: Mapping[str, float]) -> dict[str, float]:
-    """Seconds that each uplink is busy when every contribution and every result has gone its way."""
-    sent: Counter[str] = Counter()
+def carried(
+    reducers: Mapping[str, list[str]], sizes: Mapping[str, int], uplinks: Mapping[str, float]
+) -> Counter[tuple[str, str]]:
+    """Bytes from each node to each other one when every contribution and every result has gone its way."""
+    links: Counter[tuple[str, str]] = Counter()
     for name, order in relay_orders(reducers, sizes, uplinks).items():
         for node in reducers[name][1:]:
-            sent[node] += sizes[name]
+            links[node, order[0]] += sizes[name]
         for node in order[1:]:
-            sent[parent(order, node)] += sizes[name]
-    return {node: sent[node] / rate for node, rate in uplinks.items()}
+            links[parent(order, node), node] += sizes[name]
+    return links
+
+
+def busy(reducers: Mapping[str, list[str]], sizes: Mapping[str, int], uplinks: Mapping[str, float]) -> dict[str, float]:
+    """Seconds that each uplink is busy with that."""
+    links = carried(reducers, sizes, uplinks)
+    return {node: sum(b for (sender, _), b in links.items() if sender == node) / rate for node, rate in uplinks.items()}
 
 
 def round_of(count: int) -> tuple[dict[str, list[str]], dict[str, int]]:
@@ -103,6 +111,13 @@ def test_equal_uplinks_are_done_at_the_same_time(count: int) -> None:
     reducers, sizes = round_of(count)
     seconds = busy(reducers, sizes, dict.fromkeys(reducers["shared 0"], 2.5e6))
     assert max(seconds.values()) < 1.06 * sum(seconds.values()) / count
+
+
+@pytest.mark.parametrize(("count", "most"), [(2, 1.01), (3, 1.05), (4, 1.1), (6, 1.2), (8, 1.35)])
+def test_equal_links_are_done_at_about_the_same_time(count: int, most: float) -> None:
+    reducers, sizes = round_of(count)
+    links = carried(reducers, sizes, dict.fromkeys(reducers["shared 0"], 2.5e6))
+    assert max(links.values()) < most * sum(links.values()) / (count * (count - 1))
 
 
 def test_a_weak_uplink_sends_only_what_nobody_else_can() -> None:

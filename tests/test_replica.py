@@ -376,5 +376,5 @@ def test_a_lie_about_a_committed_object_does_not_remove_it(identities: list[Iden
     manifest = examples.manifest(encoding=EncodingSettings(shared="bf16"))
     node = Node(identities[0], tmp_path / "store", values, manifest)
     own = examples.encoded(values["small"])
-    assert "not finite" in node.replica.apply("large", own, examples.digest("values"))
+    assert "not finite" in node.replica.apply(node.head.document, "large", own, examples.digest("values"))
     assert node.store.has(own.digest) and node.object(own.digest) is not None

@@ -28,7 +28,7 @@ class Seat:
         owners = {self.me: (), self.ben: (0,), self.cat: (1,)}
         document: Plan = plan.model_copy(update={"parent": self.node.head.digest, "owners": owners})
         self.plan = examples.posted(document)
-        self.tally = Tally(self.node.context, self.plan)
+        self.tally = Tally(self.node.context, self.plan, self.node.head.document)
 
     def owned(self, node: str) -> dict[str, Encoded]:
         names = ["embed", *(f"layer.0.expert.{expert}" for expert in self.plan.document.owners.get(node, ()))]
