@@ -9,7 +9,7 @@ ONE_THREAD = OMP_NUM_THREADS=1
 # pytest compiles much when it starts, and keeps that, whatever the surroundings say.
 export PYTHONDONTWRITEBYTECODE =
 
-BENCHES = bench-convergence bench-encodings bench-engine bench-memory bench-recovery bench-scale bench-sync bench-unequal
+BENCHES = bench-convergence bench-encodings bench-engine bench-memory bench-method bench-recovery bench-scale bench-sync bench-unequal
 
 .PHONY: help install demo test test-gpu lint type bench $(BENCHES) clean
 
@@ -63,6 +63,9 @@ bench-engine: install ## compare a step of training with transformers' own: time
 
 bench-memory: install ## take a step of the 2B preset on this CPU (20 GB), and compare its memory with the plan
 	PYTHONPATH=. $(BIN)/python -m bench.memory
+
+bench-method: install ## compare SPES with ordinary training, full copies, DiLoCo and a node alone (half an hour on two cores)
+	PYTHONPATH=. $(BIN)/python -m bench.method
 
 bench-recovery: install ## kill and stop nodes in every phase of a round: what it costs the others (12 minutes)
 	PYTHONPATH=. $(BIN)/python -m bench.recovery

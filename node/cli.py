@@ -104,6 +104,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--bandwidth", type=_quantity, default=100.0, metavar="MBIT", help="of the line, Mbit/s (default: 100)"
     )
 
+    simulate = commands.add_parser("simulate", help="try a run: all its nodes in this process, without a network")
+    simulate.add_argument("run_file", type=Path, metavar="RUN.toml", help="as for bootstrap")
+    simulate.add_argument("--nodes", type=_positive, metavar="N", help="how many (default: the run's start_nodes)")
+    simulate.add_argument("--experts", type=_positive, metavar="N", help="that each trains (default: its share)")
+    simulate.add_argument(
+        "--rounds", type=_positive, metavar="N", help="stop after N rounds (default: the run's total)"
+    )
+    simulate.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="the run's text")
+    simulate.add_argument("--threads", type=_positive, default=0, metavar="N", help="CPU threads")
+    _add_tokenizer(simulate)
+    simulate.add_argument("-o", "--output", type=Path, metavar="FILE", help="a line of JSON for each round")
+
     status = commands.add_parser("status", help="show the nodes, who trains which experts, round and loss")
     _add_peers(status)
     status.add_argument("--json", action="store_true", help="for programs")

@@ -262,6 +262,32 @@ def plan(options: argparse.Namespace) -> None:
         print(line)
 
 
+def simulate(options: argparse.Namespace) -> None:
+    """Train all nodes of a run in this process."""
+    import torch
+
+    from bootstrap.run_file import read_run_file
+    from node.corpus import load_corpus
+    from node.simulation import run_simulation
+    from node.tokens import open_encoder
+
+    run_file = read_run_file(options.run_file)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    encoder = open_encoder(run_file.data.tokenizer, run_file.model.vocab_size, options.tokenizer)
+    corpus = load_corpus(run_file.data, run_file.run.seed, options.data, encoder)
+    with ending_cleanly():
+        run_simulation(
+            run_file,
+            corpus,
+            nodes=options.nodes or run_file.round.start_nodes,
+            experts=options.experts,
+            rounds=options.rounds or run_file.round.total,
+            output=options.output,
+            console=Console(),
+        )
+
+
 def status(options: argparse.Namespace) -> None:
     """Report on a swarm."""
     from node.status import report
@@ -311,6 +337,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "join": join,
     "seed": seed,
     "plan": plan,
+    "simulate": simulate,
     "status": status,
     "export": export,
     "upcycle": upcycle,

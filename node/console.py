@@ -38,7 +38,7 @@ def round_row(line: "RoundLine") -> str:
             f"{line.utilisation:4.0%}" if line.utilisation else f"{'-':>4}",
             f"{f'{line.nodes}/{line.nodes + line.missing}':>5}",
             f"{f'{line.covered}/{line.experts}':>7}",
-            f"{size(line.bytes_moved):>9}",
+            f"{size(line.bytes_moved) if line.bytes_moved else '-':>9}",
             "done" if last else f"in {line.seconds:.0f} s" if line.seconds else "-",
         ]
     )
@@ -102,7 +102,7 @@ class Console:
         now = time.monotonic()
         if state != self._state:
             self._state, self._since = state, now
-        held_up = state in ("syncing", "waiting") and now - self._since > LASTING_SECONDS
+        held_up = state in ("syncing", "waiting", "merging") and now - self._since > LASTING_SECONDS
         if reason != self._reason and held_up and now - self._shown > REASON_SECONDS:
             self._reason, self._shown = reason, now
             self.say(reason)

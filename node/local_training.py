@@ -5,9 +5,9 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from model.engine import Engine
-from node.channel import BlockingChannel
 from node.corpus import Corpus
 from node.trained_state import TrainedState
 from swarm.manifest import RoundSettings
@@ -21,10 +21,20 @@ RECENT_STEPS = 32
 """The time of a step is the mean over so many."""
 
 
+class Listener(Protocol):
+    """Whoever has given a task; `node.channel.BlockingChannel` is the daemon."""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Hear of progress, or of trouble."""
+
+    def pending(self) -> bool:
+        """Whether there is something else to do after the step in progress."""
+
+
 class LocalTraining:
     """Trains one task at a time, and ahead of the next one; see `swarm.trainer` for what is kept in between."""
 
-    def __init__(self, engine: Engine, corpus: Corpus, rounds: RoundSettings, channel: BlockingChannel) -> None:
+    def __init__(self, engine: Engine, corpus: Corpus, rounds: RoundSettings, channel: Listener) -> None:
         """channel: hears of progress and trouble; whatever comes in ends a task after the step it is in."""
         self._engine = engine
         self._corpus = corpus

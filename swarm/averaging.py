@@ -5,7 +5,7 @@ import logging
 
 from swarm.context import Context
 from swarm.documents import Reduction, Result
-from swarm.patience import Patience
+from swarm.patience import LOOK_SECONDS, Patience
 from swarm.reduce import Reducer
 from swarm.tally import Tally
 
@@ -38,6 +38,21 @@ class Averaging:
     async def run(self) -> None:
         """Average until it is cancelled."""
         await self._wait_for_contributions()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch())
+            await self._average()
+
+    async def _watch(self) -> None:
+        """Find out which of the other reducers are gone, while this node is busy itself."""
+        while True:
+            await self._patience.wait(
+                lambda: None,
+                what="reduction",
+                whom=lambda: self._tally.awaited_reducers(self._context.me),
+                seconds=self._context.margin,
+            )
+
+    async def _average(self) -> None:
         while True:
             if turn := self._due():
                 self._tried |= set(turn)
@@ -47,12 +62,7 @@ class Averaging:
                 await self._reduce([name for name in turn if name not in theirs])
                 log.debug("round %d: this node averages what others have trained, too", self._tally.plan.round)
                 await self._reduce([name for name in turn if name in theirs])
-            await self._patience.wait(
-                self._due,
-                what="reduction",
-                whom=lambda: self._tally.awaited_reducers(self._context.me),
-                seconds=self._context.margin,
-            )
+            await self._context.board.until(self._due, LOOK_SECONDS)
 
     async def _reduce(self, names: list[str]) -> None:
         """Average shards, and announce what has come of it."""

@@ -20,18 +20,21 @@ def encoding_of(settings: EncodingSettings, name: str) -> Encoding:
 class Contributor:
     """Encodes what this node has trained in one round."""
 
-    def __init__(self, settings: EncodingSettings, base: Commit, store: ShardStore, residuals: Residuals) -> None:
+    def __init__(
+        self, settings: EncodingSettings, base: Commit, store: ShardStore, residuals: Residuals, folder: Path
+    ) -> None:
         """Args:
         settings: encoding by kind of shard.
         base: what the round starts from.
-        store: has the base's values, and takes the encoded shards into the round's scratch folder.
+        store: has the values of the base and of the snapshot.
         residuals: what was rounded away before.
+        folder: takes the encoded shards; this node's alone, and gone some rounds later.
         """
         self._settings = settings
         self._base = base
         self._store = store
         self._residuals = residuals
-        self._folder = store.scratch(base.round + 1)
+        self._folder = folder
 
     def encode(self, work: Work) -> dict[str, Encoded]:
         """Encode every trained shard; this reads and writes files, so it belongs into a thread.
@@ -39,7 +42,7 @@ class Contributor:
         Raises FloatingPointError when a shard holds values that are no numbers, or has changed beyond all measure: it
         must not be handed in.
         """
-        return {name: self._encode(name, self._folder / digest) for name, digest in work.shards.items()}
+        return {name: self._encode(name, self._store.locate(digest)) for name, digest in work.shards.items()}
 
     def _encode(self, name: str, snapshot: Path) -> Encoded:
         encoding, size = encoding_of(self._settings, name), self._base.shards[name].size

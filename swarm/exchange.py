@@ -106,6 +106,8 @@ class Exchange(ServicerBase):
         self.sent = 0
         """Bytes of documents and objects sent."""
         self.received = 0
+        self.heard: dict[str, float] = {}
+        """When the last message of a stream came from each peer, on the event loop's clock."""
         self.on_served: Callable[[], None] = lambda: None
         """Called when a peer has had the last range of an object that it asked for."""
         self._served: set[str] = set()
@@ -332,6 +334,7 @@ class Exchange(ServicerBase):
             while left:
                 async with asyncio.timeout(self.progress_seconds):
                     message = (await anext(stream)).value
+                self.heard[node] = asyncio.get_running_loop().time()
                 part = _part(message, left)
                 # the way of the request, and what the peer waits for, do not count as its sending
                 if part is None:

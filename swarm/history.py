@@ -35,6 +35,8 @@ class RoundLine:
     covered: int
     """Experts with an owner."""
     experts: int
+    alpha: float
+    """Strength of the merge that the round began with; 0 without one."""
     carried: int
     """Shards that kept their version."""
     utilisation: float
@@ -74,6 +76,7 @@ class History:
             missing=len(document.missing),
             covered=len(document.experts_covered),
             experts=self._experts,
+            alpha=document.merge.alpha if document.merge is not None else 0.0,
             carried=len(document.carried),
             utilisation=document.busy,
             bytes_moved=self._count(view),

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Collection
 from typing import Literal, TypeVar
@@ -98,7 +99,8 @@ class Patience:
 
     async def look(self, nodes: Collection[str], what: Kind) -> None:
         """Ping nodes once, LOOKED_AT of them at most and in turn, and ask them for a document of the round in progress;
-        those that have not answered FAILURES times in a row are marked as lost on the board."""
+        those that have not answered FAILURES times in a row, and sent nothing else meanwhile, are marked as lost on the
+        board."""
         others = [node for node in nodes if node != self._exchange.network.node_id]
         began = asyncio.get_running_loop().time()
         if len(others) > LOOKED_AT:
@@ -107,6 +109,8 @@ class Patience:
         self._looked.update(dict.fromkeys(others, self._looks))
         answers = await asyncio.gather(*[self._answers(node, what) for node in others])
         for node, answered in zip(others, answers, strict=True):
+            if self._exchange.heard.get(node, -math.inf) >= began:  # what it sends may keep its answer waiting
+                answered, self._reached = True, asyncio.get_running_loop().time()
             self._failures[node] = 0 if answered else self._failures.get(node, 0) + 1
             if self._failures[node] >= FAILURES and self._is_connected(began):
                 self._board.lose(node)

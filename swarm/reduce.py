@@ -5,17 +5,25 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from swarm import codec
 from swarm.contribute import encoding_of
 from swarm.documents import Commit, Contribution, Encoded, Plan, Result
-from swarm.exchange import CallFailed, Exchange
+from swarm.exchange import CallFailed, Writer
 from swarm.manifest import EncodingSettings
 from swarm.patience import LOOK_SECONDS
 from swarm.residuals import Residuals
 from swarm.store import HashingFile, ShardStore
 
 log = logging.getLogger(__name__)
+
+
+class Fetcher(Protocol):
+    """Brings contributions here; `swarm.exchange.Exchange` does."""
+
+    async def fetch(self, node: str, wanted: Sequence[tuple[str, int]], writer: Writer) -> None:
+        """Fetch objects from a peer. Raises CallFailed."""
 
 
 class Reducer:
@@ -29,7 +37,7 @@ class Reducer:
         *,
         store: ShardStore,
         residuals: Residuals,
-        exchange: Exchange,
+        exchange: Fetcher,
         margin: float,
         complain: Callable[[str, str], None],
         excused: Callable[[str], bool] = lambda node: False,

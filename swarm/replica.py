@@ -163,6 +163,9 @@ class Replica:
         key = (head.digest, alpha, donors)
         with self._merging:  # whoever waited for the one before may have been cancelled, its thread was not
             if key not in self._merged:
+                self.store.require_space(
+                    sum(s.size for n, s in head.document.shards.items() if expert_of(n) is not None)
+                )
                 self._merged = {key: merge_state(self.store, head.document, alpha, donors)}
             return self._merged[key]
 

@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from swarm import blocks
 from swarm.context import Context
 from swarm.contribute import Contributor
-from swarm.documents import Commit, Contribution
+from swarm.documents import Commit, Contribution, Encoded, Plan, Signed
+from swarm.identity import NodeId
 from swarm.progress import HandedIn, references
+from swarm.store import ShardStore
 from swarm.tally import Tally
 from swarm.trainer import Task, Trainer, Work
 
@@ -29,7 +32,9 @@ class Training:
         self._tally = tally
         self._trainer = trainer
         self._last = last
-        self._contributor = Contributor(context.manifest.encoding, tally.base, context.replica.store, context.residuals)
+        store = context.replica.store
+        folder = store.scratch(tally.plan.round)
+        self._contributor = Contributor(context.manifest.encoding, tally.base, store, context.residuals, folder)
         self.work: Work | None = None
         """What this node has trained, once it has."""
 
@@ -49,7 +54,19 @@ class Training:
         log.debug("round %d: this node trains up to %d steps", plan.round, steps)
         hurry = asyncio.create_task(self._hurry())
         try:
-            work = await self._trainer.train(self._task())
+            moments = self._context.inheritance.take(experts)
+            work = await self._trainer.train(
+                make_task(
+                    plan,
+                    self._tally.base,
+                    self._context.replica.head,
+                    self._context.me,
+                    self._last,
+                    self._context.replica.store,
+                    self._context.manifest.round.local_steps,
+                    moments,
+                )
+            )
         finally:
             hurry.cancel()
         for digest in work.shards.values():
@@ -63,23 +80,8 @@ class Training:
         except FloatingPointError as error:
             log.warning("round %d: nothing is handed in: %s", plan.round, error)
             shards = {}
-        self._context.publish(
-            Contribution(
-                run=plan.run,
-                round=plan.round,
-                plan=self._tally.digest,
-                node=self._context.me,
-                tokens=work.tokens if shards else 0,
-                steps=work.steps if shards else 0,
-                used_blocks=work.used_blocks if shards else 0,
-                loss=work.loss,
-                heldout_nats=work.heldout_nats,
-                heldout_tokens=work.heldout_tokens,
-                train_seconds=work.seconds,
-                busy=self._context.utilisation.since_last(work.busy_seconds),
-                shards=shards,
-            )
-        )
+        busy = self._context.utilisation.since_last(work.busy_seconds)
+        self._context.publish(make_contribution(plan, self._tally.digest, self._context.me, work, shards, busy))
         log.debug("round %d: this node hands in %d shards after %d steps", plan.round, len(shards), work.steps)
 
     def settle(self, commit: Commit) -> None:
@@ -87,31 +89,81 @@ class Training:
         if self.work is not None:
             self._contributor.settle(commit, self._context.me, self.work)
 
-    def _task(self) -> Task:
-        plan, store = self._tally.plan, self._context.replica.store
-        member = plan.roster[self._context.me]
-        kept, counted = references(self._last, self._context.replica.head, self._context.me, store)
-        return Task(
-            round=plan.round,
-            shards={n: (shard.digest, store.locate(shard.digest)) for n, shard in self._tally.base.shards.items()},
-            references=kept,
-            counted=counted,
-            experts=plan.owners.get(self._context.me, ()),
-            blocks=blocks.ids(member.blocks),
-            heldout=member.heldout,
-            steps=member.steps,
-            first_step=(plan.round - 1) * self._context.manifest.round.local_steps,
-            seconds=plan.train_seconds,
-            folder=store.scratch(plan.round),
-            moments=self._context.inheritance.take(plan.owners.get(self._context.me, ())),
-        )
-
     async def _hurry(self) -> None:
         """When half of the roster has handed in, this node does so, too, after the margin: with what it has by then."""
         while not self._tally.half_handed_in():
             await self._context.board.changed(self._context.margin)
         await asyncio.sleep(self._context.margin)
         self._trainer.stop()
+
+
+def make_task(
+    plan: Plan,
+    base: Commit,
+    head: Signed[Commit],
+    node: NodeId,
+    last: HandedIn | None,
+    store: ShardStore,
+    local_steps: int,
+    moments: Mapping[str, Path],
+) -> Task:
+    """What a node's trainer is asked for in a round.
+
+    Args:
+        plan: the round's.
+        base: what it starts from.
+        head: the commit before.
+        node: whose trainer it is.
+        last: what the node has handed in last.
+        store: has the values of the base, and takes the snapshot.
+        local_steps: of a round, H.
+        moments: what others have handed over, by shard.
+    """
+    member = plan.roster[node]
+    kept, counted = references(last, head, node, store)
+    return Task(
+        round=plan.round,
+        shards={name: (shard.digest, store.locate(shard.digest)) for name, shard in base.shards.items()},
+        references=kept,
+        counted=counted,
+        experts=plan.owners.get(node, ()),
+        blocks=blocks.ids(member.blocks),
+        heldout=member.heldout,
+        steps=member.steps,
+        first_step=(plan.round - 1) * local_steps,
+        seconds=plan.train_seconds,
+        folder=store.scratch(plan.round),
+        moments=moments,
+    )
+
+
+def make_contribution(
+    plan: Plan, plan_digest: str, node: NodeId, work: Work, shards: dict[str, Encoded], busy: float
+) -> Contribution:
+    """What a node hands in.
+
+    Args:
+        plan: the round's, with its digest.
+        node: who hands in.
+        work: what it has trained.
+        shards: that, encoded; nothing counts when there are none.
+        busy: share of the time since it handed in last that it spent in training steps.
+    """
+    return Contribution(
+        run=plan.run,
+        round=plan.round,
+        plan=plan_digest,
+        node=node,
+        tokens=work.tokens if shards else 0,
+        steps=work.steps if shards else 0,
+        used_blocks=work.used_blocks if shards else 0,
+        loss=work.loss,
+        heldout_nats=work.heldout_nats,
+        heldout_tokens=work.heldout_tokens,
+        train_seconds=work.seconds,
+        busy=busy,
+        shards=shards,
+    )
 
 
 def _list(experts: Collection[int]) -> str:

@@ -23,6 +23,7 @@ LINE = RoundLine(
     missing=1,
     covered=7,
     experts=8,
+    alpha=0.0,
     carried=0,
     utilisation=0.756,
     bytes_moved=2_500_000,

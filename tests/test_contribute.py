@@ -59,7 +59,8 @@ class Owner:
         return self.work
 
     def contributor(self) -> Contributor:
-        return Contributor(self.settings, self.node.head.document, self.node.store, self.node.residuals)
+        store, head = self.node.store, self.node.head.document
+        return Contributor(self.settings, head, store, self.node.residuals, store.scratch(head.round + 1))
 
     def decoded(self, handed_in: Mapping[str, Encoded]) -> Arrays:
         """The numbers in what was handed in."""

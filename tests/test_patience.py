@@ -142,3 +142,37 @@ def test_who_waits_is_not_asked_itself(play: Callable[[Script], None]) -> None:
         assert node.me not in node.board.lost
 
     play(script)
+
+
+def test_a_peer_that_sends_is_not_lost_though_its_answers_are_late(play: Callable[[Script], None]) -> None:
+    """What it sends fills its line, and an answer comes after that."""
+    digest = examples.digest("on its way")
+
+    async def script(node: Node, witness: Node, patience: Patience) -> None:
+        witness.exchange.arrivals.expect(digest)  # whoever asks for it hears signs of life
+        witness.exchange.life_seconds = 0.1
+
+        async def listen() -> None:
+            async for _ in node.exchange.stream(witness.me, [(digest, 0, 1)]):
+                continue
+
+        async def ping(peer: str, seconds: float) -> tuple[str, int]:
+            await asyncio.sleep(0.5)
+            raise CallFailed(f"{peer}: no answer")
+
+        node.exchange.__dict__["ping"] = ping
+        listening = asyncio.create_task(listen())
+        try:
+            while witness.me not in node.exchange.heard:
+                await asyncio.sleep(0.02)
+            for _ in range(FAILURES + 1):
+                await patience.look([witness.me], "contribution")
+            assert witness.me not in node.board.lost
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+        for _ in range(FAILURES + 1):
+            await patience.look([witness.me], "contribution")
+        assert witness.me in node.board.lost, "and now it is"
+
+    play(script)

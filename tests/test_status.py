@@ -6,8 +6,9 @@ import pytest
 
 from node.status import as_text, summarise
 from swarm.documents import Commit, Share, Signed
-from swarm.manifest import Manifest
+from swarm.manifest import Manifest, MergeSettings
 from swarm.records import NodeRecord, View
+from swarm.warmup import warmup
 from tests import examples
 from tests.examples import EXPERTS, NODES, RUN
 
@@ -92,3 +93,18 @@ def test_control_characters_of_a_peer_do_not_reach_the_terminal(field: str) -> N
     shown, plain = (text(view(ann=examples.record(**{field: value}))) for value in ("\x1b[2Jann\r\n" + "a" * 60, "ann"))
     assert "ann" in shown and not {"\x1b", "\r"} & set(shown)
     assert shown.count("\n") == plain.count("\n")
+
+
+def test_the_warm_up_is_told_while_the_run_has_one() -> None:
+    merge = MergeSettings(alpha=0.1, every_steps=8, first_steps=32)
+    run = manifest(merge=merge, round=examples.ROUND.model_copy(update={"total": 0}))
+
+    def told(run: Signed[Manifest], number: int) -> str:
+        stage = warmup(run.document, number)
+        summary = summarise(run, view(), COMMIT, stage)
+        assert summary["warmup"] == (stage.model_dump() if run.document.merge.alpha else None)
+        return as_text(summary)
+
+    assert "merging warm-up: experts are merged before round 5, alpha 0.05" in told(run, 3)
+    assert "the merging warm-up is over" in told(run, 8)
+    assert "merg" not in told(manifest(), 3) and "merg" not in as_text(summarise(run, view(), COMMIT))

@@ -101,9 +101,17 @@ def last_round(box: Box) -> int:
     return int(rounds[-1]["round"]) if rounds else 0
 
 
-def test_every_node_holds_the_same_bits_after_every_commit(swarm: LocalSwarm, tmp_path: Path) -> None:
-    swarm.start_rendezvous(write_run(tmp_path, {"round.total": 4, "round.start_nodes": 3, "round.local_steps": 3}))
-    nodes = [swarm.start_node(f"node-{number}") for number in range(3)]
+def test_every_node_holds_the_same_bits_after_every_commit(
+    swarm: LocalSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of threads they compute with, and whether a round begins with a merge or not."""
+    merging = {"merge.alpha": 0.5, "merge.every_steps": 6, "merge.first_steps": 60, "merge.donors": 2}
+    changes = {"round.total": 4, "round.start_nodes": 3, "round.local_steps": 3}
+    swarm.start_rendezvous(write_run(tmp_path, {**changes, **merging}))
+    nodes = []
+    for number in range(3):
+        monkeypatch.setenv("OMP_NUM_THREADS", str(number + 1))
+        nodes.append(swarm.start_node(f"node-{number}"))
     for box in nodes:
         assert box.process.wait(timeout=WAIT_SECONDS) == 0, box.log.read_text()
     assert swarm.rendezvous is not None
@@ -113,6 +121,7 @@ def test_every_node_holds_the_same_bits_after_every_commit(swarm: LocalSwarm, tm
     assert [number for number, _ in told[0]] == [1, 2, 3, 4]
     assert all(lines == told[0] for lines in told)
     assert all(line["covered"] == line["experts"] == 4 and line["nodes"] == 3 for line in history(nodes[0]))
+    assert [line["alpha"] for line in history(nodes[0])] == [0.0, 0.0, 0.45, 0.0]
     owners = commits(nodes[0])[-1].owners
     assert sorted(expert for experts in owners.values() for expert in experts) == [0, 1, 2, 3]
     assert all(experts for experts in owners.values()), "every node has got an expert without being told which"

@@ -149,10 +149,10 @@ def test_a_node_that_merges_wrongly_stops_nobody_and_is_put_right(tmp_path: Path
             broken = nodes[0]
             merge = broken.participant.replica._merge
             broken.participant.replica.__dict__["_merge"] = lambda head, alpha, donors: merge(head, alpha / 2, donors)
-            await swarm.rounds(7)
+            await swarm.rounds(5)
             chain = accounts.chain(swarm)
             merges = [commit for commit in chain if commit.document.merge is not None]
-            assert len(merges) >= 3
+            assert len(merges) >= 2
             assert all(broken.id not in commit.document.shares for commit in merges)
             assert all(len(commit.document.shares) >= 1 for commit in merges)
             between = [c for c in chain[2:] if c.document.merge is None and broken.id in c.document.shares]

@@ -1,0 +1,141 @@
+"""A run in one process: repeatable, and what real processes train."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bootstrap.genesis import write_genesis
+from bootstrap.run_file import change_settings, read_run_file, write_preset
+from node.corpus import Corpus, load_corpus
+from node.local_swarm import LocalSwarm
+from node.simulation import Simulation, begin, node_ids
+from node.stores import find_run, open_store
+from swarm.documents import Commit
+from swarm.identity import Identity
+from swarm.store import ShardStore, map_values, read_commit
+from swarm.trainer import Task, Work
+
+EXACT = {"encoding.shared": "fp32", "encoding.experts": "fp32", "round.overlap": False}
+MERGE = {"merge.alpha": 0.5, "merge.every_steps": 4, "merge.first_steps": 40, "merge.donors": 2}
+
+
+def run_file(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "run.toml"
+    write_preset("tiny-test", path)
+    change_settings(path, {"round.overlap": False, **changes})
+    return path
+
+
+@pytest.fixture
+def identity(identities: list[Identity]) -> Identity:
+    return identities[0]
+
+
+def corpus_of(path: Path) -> Corpus:
+    run = read_run_file(path)
+    return load_corpus(run.data, run.run.seed, [])
+
+
+def simulate(path: Path, identity: Identity, nodes: int = 2, experts: int | None = None) -> Simulation:
+    run = read_run_file(path)
+    return begin(run, path.parent / "store", corpus_of(path), nodes=nodes, experts=experts, identity=identity)
+
+
+def rounds(simulation: Simulation, count: int) -> list[Commit]:
+    return [simulation.run_round()[0].document for _ in range(count)]
+
+
+def test_ids_are_ids_and_repeat(identity: Identity) -> None:
+    ids = node_ids(50, 3)
+    assert len(set(ids)) == 50 and ids[:4] == node_ids(4, 3) != node_ids(4, 4)
+    assert {len(node) for node in ids} == {len(identity.node_id)}
+
+
+@pytest.mark.parametrize("encoding", ["fp32", "int8"])
+def test_the_same_run_again_has_the_same_bits(tmp_path: Path, identity: Identity, encoding: str) -> None:
+    changes = {**MERGE, "encoding.shared": encoding, "encoding.experts": encoding}
+    once, again = (rounds(simulate(run_file(tmp_path / name, **changes), identity), 4) for name in ("once", "again"))
+    assert [commit.state for commit in once] == [commit.state for commit in again]
+    assert [commit.loss for commit in once] == [commit.loss for commit in again]
+    assert [commit.merge is not None for commit in once] == [False, False, True, False]
+    assert once[-1].loss < once[0].loss, "it learns"
+    other = rounds(simulate(run_file(tmp_path / "other", **changes, **{"run.seed": 9}), identity), 1)
+    assert other[0].state != once[0].state
+
+
+def test_nobody_trains_twice_and_every_expert_has_its_owner(tmp_path: Path, identity: Identity) -> None:
+    simulation = simulate(run_file(tmp_path), identity)
+    commits = rounds(simulation, 3)
+    for commit in commits:
+        owned = sorted(expert for experts in commit.owners.values() for expert in experts)
+        assert owned == [0, 1, 2, 3] and len(commit.shares) == 2 and not commit.carried
+        assert not commit.ledger.returned and not commit.ledger.reserved
+    block_tokens = corpus_of(tmp_path / "run.toml").block_tokens
+    assert commits[-1].ledger.cursor * block_tokens == commits[-1].tokens
+
+
+def test_with_all_experts_everywhere_and_as_many_owners_everything_is_averaged(
+    tmp_path: Path, identity: Identity
+) -> None:
+    simulation = simulate(run_file(tmp_path, **{**EXACT, "round.owners_per_expert": 2}), identity, experts=4)
+    (commit,) = rounds(simulation, 1)
+    assert all(experts == (0, 1, 2, 3) for experts in commit.owners.values())
+    assert all(len(commit.shares) == 2 and not update.without for update in commit.updates.values())
+
+
+def test_what_was_trained_ahead_counts_in_the_next_round(tmp_path: Path, identity: Identity) -> None:
+    path = run_file(tmp_path, **{"round.overlap": True})
+    simulation = simulate(path, identity)
+    simulation.ahead = 1
+    tasks = list[Task]()
+
+    def watched(train: Callable[[Task], tuple[Work, str]]) -> Callable[[Task], tuple[Work, str]]:
+        def look(task: Task) -> tuple[Work, str]:
+            tasks.append(task)
+            return train(task)
+
+        return look
+
+    for node in simulation.nodes.values():
+        node.training.__dict__["train"] = watched(node.training.train)
+    commits = rounds(simulation, 3)
+    local_steps = read_run_file(path).round.local_steps
+    assert all(share.steps == local_steps for commit in commits for share in commit.shares.values())
+    assert all(task.counted and task.references for task in tasks[2:])
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(240)
+def test_real_processes_train_the_same(tmp_path: Path, identity: Identity) -> None:
+    """The same nodes, with keys, on the same run: the losses of a swarm are those of its simulation."""
+    changes = {**EXACT, **MERGE, "round.total": 3, "round.start_nodes": 2, "round.local_steps": 2}
+    path = run_file(tmp_path, **changes)
+    with LocalSwarm(tmp_path / "swarm") as swarm:
+        swarm.start_rendezvous(path)
+        nodes = [swarm.start_node(f"node-{number}", "--experts", "2", "--device", "cpu") for number in range(2)]
+        for box in nodes:
+            assert box.process.wait(timeout=180) == 0, box.log.read_text()
+    manifest, folder = find_run(nodes[0].home)
+    real = [read_commit(folder, manifest.digest, number) for number in (1, 2, 3)]
+    told = [commit.document for commit in real if commit is not None]
+    assert len(told) == 3 and all(share.steps == 2 for commit in told for share in commit.shares.values())
+
+    store = ShardStore.open(tmp_path / "simulated", manifest.digest)
+    write_genesis(manifest, identity, store)
+    simulation = Simulation(manifest, store, corpus_of(path), dict.fromkeys(told[0].owners, 2), identity)
+    for node, experts in told[0].owners.items():
+        simulation.nodes[node].leases = experts  # who claimed which is a matter of who came first
+    simulated = rounds(simulation, 3)
+    assert [commit.owners for commit in simulated] == [commit.owners for commit in told]
+    for commit, other in zip(told, simulated, strict=True):
+        assert commit.loss == pytest.approx(other.loss, abs=1e-5)
+        assert commit.heldout_loss == pytest.approx(other.heldout_loss, abs=1e-5)
+        assert (commit.tokens, commit.ledger) == (other.tokens, other.ledger)
+        assert (commit.merge is None) == (other.merge is None)
+    _, reached = open_store(nodes[0].home)
+    for name, shard in simulation.head.document.shards.items():
+        np.testing.assert_allclose(reached.values(name), map_values(store.path(shard.digest)), rtol=0, atol=1e-5)
