@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from bench.curves import Curve, draw
 from bench.expert_load import Load, measure
+from bench.merged_moments import MomentsSimulation, reset, scale
 from bench.outer import Nesterov, OuterSimulation
 from bench.results_file import RESULTS, write_results
 from bench.text import choose_text
@@ -64,6 +65,8 @@ class Case:
     """Keys of the run file."""
     outer: Nesterov | None = None
     """What is done with the average."""
+    moments: Literal["keep", "scale", "reset"] = "keep"
+    """What becomes of experts' moments when they are merged."""
 
 
 CENTRALISED = Case("centralised", nodes=1, experts=EXPERTS, batch_blocks=NODES * BATCH_BLOCKS)
@@ -77,6 +80,8 @@ CASES = (
     Case("DiLoCo, Nesterov 0.7/0.9", experts=EXPERTS, changes=FULL_COPIES.changes, outer=DILOCO),
     SPES,
     Case("SPES, merging", changes=MERGE),
+    Case("SPES, merging, moments scaled", changes=MERGE, moments="scale"),
+    Case("SPES, merging, moments reset", changes=MERGE, moments="reset"),
     INT8,
     TWO_OWNERS,
     Case("SPES, H 5", local_steps=5),
@@ -146,7 +151,7 @@ def _compare(files: Sequence[Path], options: argparse.Namespace) -> list[Outcome
         outcomes = pool.map(_train, *zip(*jobs, strict=True), repeat(options.steps), repeat(files))
         for (case, seed), (curve, load) in zip(jobs, outcomes, strict=True):
             found[case.name, seed] = curve, load
-            print(f"seed {seed}  {case.name:<26} {curve.losses[-1]:.4f} in {curve.seconds:.0f} s", flush=True)
+            print(f"seed {seed}  {case.name:<30} {curve.losses[-1]:.4f} in {curve.seconds:.0f} s", flush=True)
     return [
         Outcome(
             case,
@@ -170,6 +175,8 @@ def _train(case: Case, seed: int, steps: int, files: Sequence[Path]) -> tuple[Cu
         )
         if case.outer is not None:
             simulation = OuterSimulation.of(simulation, case.outer)
+        if case.moments != "keep":
+            simulation = MomentsSimulation.of(simulation, scale if case.moments == "scale" else reset)
         losses, tokens = list[float](), 0
         for _ in range(run_file.round.total):
             commit, *_ = simulation.run_round()

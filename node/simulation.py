@@ -150,7 +150,7 @@ class Simulation:
         started = time.monotonic()
         run, head = self.manifest.document, self.head
         view = View({node: self._record(node, head) for node in self.nodes})
-        merge, base = self._merge(head.document)
+        merge, base = self.merge(head.document)
         plan = make_plan(
             run,
             self.manifest.digest,
@@ -207,7 +207,7 @@ class Simulation:
             experts=simulated.leases,
         )
 
-    def _merge(self, head: Commit) -> tuple[Merge | None, Commit]:
+    def merge(self, head: Commit) -> tuple[Merge | None, Commit]:
         """How the round begins, and its base."""
         run = self.manifest.document
         if not (alpha := strength(run, head.round)):
