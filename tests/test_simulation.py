@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.expert_load import measure
+from bench.merged_moments import Change, MomentsSimulation, reset, scale
+from bench.outer import Nesterov, OuterSimulation
 from bootstrap.genesis import write_genesis
 from bootstrap.run_file import change_settings, read_run_file, write_preset
+from model.initial import initial_values
 from node.corpus import Corpus, load_corpus
 from node.local_swarm import LocalSwarm
 from node.simulation import Simulation, begin, node_ids
@@ -106,6 +110,47 @@ def test_what_was_trained_ahead_counts_in_the_next_round(tmp_path: Path, identit
     local_steps = read_run_file(path).round.local_steps
     assert all(share.steps == local_steps for commit in commits for share in commit.shares.values())
     assert all(task.counted and task.references for task in tasks[2:])
+
+
+# what the benchmark compares with
+
+
+def values_of(simulation: Simulation) -> dict[str, np.ndarray]:
+    shards = simulation.head.document.shards
+    return {name: map_values(simulation.store.path(shard.digest)) for name, shard in shards.items()}
+
+
+def test_an_outer_step_of_1_without_momentum_is_the_average(tmp_path: Path, identity: Identity) -> None:
+    plain = simulate(run_file(tmp_path / "plain", **EXACT), identity)
+    outer = OuterSimulation.of(simulate(run_file(tmp_path / "outer", **EXACT), identity), Nesterov(1.0, 0.0))
+    nesterov = OuterSimulation.of(simulate(run_file(tmp_path / "nesterov", **EXACT), identity), Nesterov(0.7, 0.9))
+    rounds(plain, 1), rounds(outer, 1), rounds(nesterov, 1)
+    run = plain.manifest.document
+    genesis = {shard.name: values.ravel() for shard, values in initial_values(run.model, run.seed)}
+    for name, values in values_of(plain).items():
+        np.testing.assert_allclose(values_of(outer)[name], values, rtol=0, atol=1e-6)
+        step = 0.7 * 1.9 * (values - genesis[name])
+        np.testing.assert_allclose(values_of(nesterov)[name], genesis[name] + step, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("change", "same"), [(lambda moments, alpha: moments, True), (reset, False), (scale, False)])
+def test_moments_are_changed_at_a_merge_and_only_there(
+    tmp_path: Path, identity: Identity, change: Change, same: bool
+) -> None:
+    plain = rounds(simulate(run_file(tmp_path / "plain", **MERGE), identity), 3)
+    changed = MomentsSimulation.of(simulate(run_file(tmp_path / "changed", **MERGE), identity), change)
+    others = rounds(changed, 3)
+    assert [commit.state for commit in plain[:2]] == [commit.state for commit in others[:2]]
+    assert plain[2].merge is not None and (plain[2].state == others[2].state) == same
+
+
+def test_the_load_of_the_experts_adds_up(tmp_path: Path, identity: Identity) -> None:
+    path = run_file(tmp_path)
+    simulation = simulate(path, identity)
+    rounds(simulation, 1)
+    load = measure(simulation, corpus_of(path), 8)
+    assert 0.25 <= load.most <= 0.5, "of four experts two are chosen"
+    assert 0.3 < load.own < 0.7 and 0 <= load.dead <= 6
 
 
 @pytest.mark.swarm
