@@ -25,6 +25,7 @@ from hivemind.proto import dht_pb2
 from bench.participants import TINY, Node, Swarm
 from bench.results_file import write_results
 from swarm.documents import Commit, Document, Signed
+from swarm.membership import BEATS_PER_LEASE
 
 SIZES = (4, 8)
 """More are better given a core each."""
@@ -32,18 +33,15 @@ ROUNDS = 5
 MODEL = TINY.model_copy(update={"num_experts": 8, "expert_size": 4})
 """11 small shards: the swarm's own work is measured, and all of it is done by one core."""
 SETTINGS: dict[str, Any] = {
-    "margin_seconds": 10.0,
-    "lease_seconds": 30.0,
-    "train_seconds": 60.0,
+    "train_seconds": 120.0,
     "local_steps": 2,
     "overlap": False,
 }
 AT_ONCE = 8
 """Nodes that start at the same time: more would only wait for the core."""
 PATIENCE_SECONDS = 400.0
-LONG_STEP_SECONDS = 9.0
-STEADY_SECONDS = 12.0
-"""Two renewals of every record."""
+STEADY_BEATS = 2
+"""The DHT's traffic is counted while every record is renewed so often and nothing else happens."""
 BOUND = 2.0
 """Of the growth, from the smallest swarm to the largest, of what a node sends in the DHT for each node there is."""
 
@@ -171,11 +169,12 @@ class Watch:
         self.adopted[commit.document.round] = asyncio.get_running_loop().time()
 
 
-async def measure(size: int, rounds: int, traffic: DhtTraffic, folder: Path) -> Row:
+async def measure(size: int, rounds: int, lease_seconds: float, traffic: DhtTraffic, folder: Path) -> Row:
     """One swarm of this size, from its start to its end."""
     watch, loop = Watch(), asyncio.get_running_loop()
     joining = size // 4
-    settings = {**SETTINGS, "start_nodes": size - joining}
+    life = {"lease_seconds": lease_seconds, "margin_seconds": lease_seconds / 3}
+    settings = {**SETTINGS, **life, "start_nodes": size - joining}
     async with Swarm(folder, model=MODEL, on_commit=watch.note, **settings) as swarm:
         nodes = [swarm.add(step_seconds=0.1) for _ in range(size - joining)]
         newcomers = [swarm.add(step_seconds=0.1, newcomer=True) for _ in range(joining)]
@@ -192,7 +191,7 @@ async def measure(size: int, rounds: int, traffic: DhtTraffic, folder: Path) -> 
         await swarm.rounds(rounds, seconds=PATIENCE_SECONDS)
         in_rounds = traffic.since(before)
         sent, posts = sum(watch.sent.values()), watch.posts
-        steady, seconds = await _training(swarm, watch, traffic)
+        steady, seconds = await _training(swarm, STEADY_BEATS * lease_seconds / BEATS_PER_LEASE, traffic)
         numbers = range(first, first + rounds)
 
         def median(start: Callable[[int], float], end: Callable[[int], float]) -> float:
@@ -218,17 +217,17 @@ async def measure(size: int, rounds: int, traffic: DhtTraffic, folder: Path) -> 
         )
 
 
-async def _training(swarm: Swarm, watch: Watch, traffic: DhtTraffic) -> tuple[tuple[int, int], float]:
-    """The DHT's traffic while all nodes do nothing but train, and the seconds of that."""
+async def _training(swarm: Swarm, seconds: float, traffic: DhtTraffic) -> tuple[tuple[int, int], float]:
+    """The DHT's traffic while all nodes do nothing but train for so long, and the seconds of that."""
     loop = asyncio.get_running_loop()
     for node in swarm.running:
-        node.trainer.step_seconds = LONG_STEP_SECONDS
+        node.trainer.step_seconds = 0.75 * seconds  # of two steps
     number = max(node.round for node in swarm.running) + 2  # the one that is in progress may still be a quick one
     await swarm.until(
         lambda: all(number in node.trainer.began for node in swarm.running), "a long round", PATIENCE_SECONDS
     )
     before, began = traffic.now, loop.time()
-    await swarm.until(lambda: loop.time() - began > STEADY_SECONDS, "some time", STEADY_SECONDS + 10)
+    await swarm.until(lambda: loop.time() - began > seconds, "some time", seconds + 10)
     return traffic.since(before), loop.time() - began
 
 
@@ -261,7 +260,7 @@ def main() -> None:
     print("  ".join(title for _, title, _, _ in COLUMNS))
     for size in options.sizes:
         with tempfile.TemporaryDirectory(prefix="spes-scale-") as folder:
-            row = uvloop.run(measure(size, options.rounds, traffic, Path(folder)))
+            row = uvloop.run(measure(size, options.rounds, options.lease, traffic, Path(folder)))
         rows.append(row)
         cells = (f"{getattr(row, key) / unit:>{len(title)}.{digits}f}" for key, title, unit, digits in COLUMNS)
         print("  ".join(cells), flush=True)
@@ -271,7 +270,10 @@ def main() -> None:
     print(
         f"\n{verdict:<6}  DHT bytes per node grow {large / small:.1f} times as fast as the swarm, at most {BOUND:.1f}\n"
     )
-    print("figures", write_results("scale", {"rows": [asdict(row) for row in rows], "holds": holds}))
+    print(
+        "figures",
+        write_results("scale", {"lease_seconds": options.lease, "rows": [asdict(row) for row in rows], "holds": holds}),
+    )
     sys.exit(not holds)
 
 
@@ -279,6 +281,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.scale", description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="N", help="default: 4 8")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="measured at each size (default: 5)")
+    parser.add_argument(
+        "--lease", type=float, default=30.0, metavar="S", help="life of a record (default: 30; a large swarm has more)"
+    )
     return parser.parse_args()
 
 

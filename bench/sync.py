@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -119,6 +119,8 @@ class Figures:
 def main() -> None:
     """Measure, report, and exit with 1 if a claim does not hold."""
     options = _options()
+    if options.rate is not None:
+        PLACES["lab"] = replace(PLACES["lab"], rate_mbit=options.rate)
     found: list[Figures] = []
     try:
         for name in options.places:
@@ -154,6 +156,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES), help="default: both")
     parser.add_argument("--nodes", nargs="+", type=int, choices=(2, 4, 8), default=[4, 8], help="default: 4 8")
     parser.add_argument("--encodings", nargs="+", choices=ENCODED, default=["fp32", "int8"], help="default: fp32 int8")
+    parser.add_argument(
+        "--rate",
+        type=float,
+        metavar="MBIT",
+        help="of the lab's lines (default: 20); slow ones leave the CPUs more time",
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measured synchronisations (default: 3)")
     options = parser.parse_args()
     if "lab" in options.places and (reason := unavailable()):
