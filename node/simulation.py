@@ -1,5 +1,6 @@
 """A run in one process: engines, contributions, averages, merges and commits are the product's own, without processes,
-network and waiting. It trains what a swarm trains whose nodes all do all of their steps in every round.
+network and waiting. It trains what a swarm trains whose nodes all do all of their steps in every round, and none while
+it is averaged.
 """
 
 import asyncio
@@ -183,6 +184,15 @@ class Simulation:
             self._train_ahead(node)
         return self.head, view, time.monotonic() - started
 
+    def merge(self, head: Commit) -> tuple[Merge | None, Commit]:
+        """How the round begins, and its base."""
+        run = self.manifest.document
+        if not (alpha := strength(run, head.round)):
+            return None, head
+        donors = choose_donors(self.store, head, run.model, run.merge.donors)
+        base = merge_state(self.store, head, alpha, donors)
+        return Merge(alpha=alpha, donors=donors, state=base.state), base
+
     def average(self, reducer: Reducer, base: Commit, offers: Mapping[NodeId, Contribution]) -> Mapping[str, Result]:
         """The results of a round, by shard.
 
@@ -206,15 +216,6 @@ class Simulation:
             capacity=simulated.capacity,
             experts=simulated.leases,
         )
-
-    def merge(self, head: Commit) -> tuple[Merge | None, Commit]:
-        """How the round begins, and its base."""
-        run = self.manifest.document
-        if not (alpha := strength(run, head.round)):
-            return None, head
-        donors = choose_donors(self.store, head, run.model, run.merge.donors)
-        base = merge_state(self.store, head, alpha, donors)
-        return Merge(alpha=alpha, donors=donors, state=base.state), base
 
     def _contributor(self, node: NodeId, plan: Plan, base: Commit) -> Contributor:
         folder = self.store.scratch(plan.round) / node

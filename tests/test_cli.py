@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bootstrap.run_file import read_run_file
+from bootstrap.run_file import change_settings, read_run_file
 from model.checkpoint import Checkpoint
 from node.cli import build_parser, main
 from node.local_swarm import LocalSwarm
@@ -330,3 +330,14 @@ def test_no_room_on_the_disk(run_file: Path, tmp_path: Path, capsys: pytest.Capt
         assert not list(disk.glob("runs/*/HEAD")) and not list(disk.glob("runs/*/objects/*/*"))
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_a_run_is_simulated_round_by_round(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = tmp_path / "rounds.jsonl"
+    main(["simulate", str(run_file), "--rounds", "2", "--nodes", "4", "--threads", "1", "-o", str(rounds)])
+    shown = capsys.readouterr().out
+    assert "4 in this process, each trains 1 of 4 experts" in shown and "held-out loss of the last state" in shown
+    lines = [json.loads(line) for line in rounds.read_text().splitlines()]
+    assert [(line["round"], line["nodes"], line["covered"]) for line in lines] == [(1, 4, 4), (2, 4, 4)]
+    change_settings(run_file, {"round.total": 0})
+    assert "--rounds N" in refused(capsys, "simulate", run_file)
