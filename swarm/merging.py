@@ -104,6 +104,9 @@ def _merge_layer(
                 file.write(row)
     digests = [hashed.hexdigest() for hashed in hashes]
     for part, digest in zip(parts, digests, strict=True):
-        os.replace(part, folder / digest)
-        store.place(folder / digest)
+        if store.find(digest) is None:
+            os.replace(part, folder / digest)
+            store.place(folder / digest)
+        else:  # equal experts stay what they are, and where they are
+            part.unlink()
     return digests

@@ -74,7 +74,10 @@ def test_the_only_expert_has_no_donors(identities: list[Identity], tmp_path: Pat
     node = Node(identities[0], tmp_path / "store", values, examples.manifest())
     donors = choose_donors(node.store, node.head.document, alone, DONORS)
     assert donors == (((),), ((),))
-    assert merge_state(node.store, node.head.document, ALPHA, donors).shards == node.head.document.shards
+    merged = merge_state(node.store, node.head.document, ALPHA, donors)
+    assert merged.shards == node.head.document.shards
+    digests = [shard.digest for shard in merged.shards.values()]
+    assert all(node.store.locate(digest) == node.store.path(digest) for digest in digests), "nothing moved"
 
 
 # what a plan may ask for
