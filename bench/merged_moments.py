@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Self
+from typing import Any
 
 from model.moments import Moments
 from node.simulation import Simulation
@@ -26,14 +26,13 @@ def scale(moments: Moments, alpha: float) -> Moments:
 class MomentsSimulation(Simulation):
     """A simulation that changes the moments of all experts at each merge; the product keeps them."""
 
-    _change: Change
-
-    @classmethod
-    def of(cls, simulation: Simulation, change: Change) -> Self:
-        """Take over a simulation that has not begun."""
-        changed = cls.__new__(cls)
-        changed.__dict__.update(simulation.__dict__, _change=change)
-        return changed
+    def __init__(self, change: Change, *simulation: Any) -> None:
+        """Args:
+        change: of the moments.
+        simulation: arguments of `Simulation`.
+        """
+        super().__init__(*simulation)
+        self._change = change
 
     def merge(self, head: Commit) -> tuple[Merge | None, Commit]:
         """See `Simulation.merge`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any
 
 import numpy as np
 
@@ -24,15 +24,14 @@ class Nesterov:
 class OuterSimulation(Simulation):
     """A simulation whose averages go through an outer optimiser; fp32 only."""
 
-    _outer: Nesterov
-    _momentum: dict[str, np.ndarray]
-
-    @classmethod
-    def of(cls, simulation: Simulation, outer: Nesterov) -> Self:
-        """Take over a simulation that has not begun."""
-        changed = cls.__new__(cls)
-        changed.__dict__.update(simulation.__dict__, _outer=outer, _momentum={})
-        return changed
+    def __init__(self, outer: Nesterov, *simulation: Any) -> None:
+        """Args:
+        outer: the optimiser.
+        simulation: arguments of `Simulation`.
+        """
+        super().__init__(*simulation)
+        self._outer = outer
+        self._momentum: dict[str, np.ndarray] = {}
 
     def average(self, reducer: Reducer, base: Commit, offers: Mapping[NodeId, Contribution]) -> Mapping[str, Result]:
         """See `Simulation.average`."""

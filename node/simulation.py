@@ -9,7 +9,7 @@ import hashlib
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,28 +47,6 @@ def node_ids(count: int, seed: int) -> list[NodeId]:
     them."""
     digests = [hashlib.sha256(f"{seed} {number}".encode()).hexdigest() for number in range(count)]
     return [NodeId("Qm" + digest[:44].replace("0", "z")) for digest in digests]  # base58 has no 0
-
-
-def begin(
-    run_file: RunFile, folder: Path, corpus: Corpus, *, nodes: int, experts: int | None = None, identity: Identity
-) -> "Simulation":
-    """A simulation of the run of a run file, from its first weights. The same arguments give the same run.
-
-    Args:
-        run_file: what a person wrote.
-        folder: for the state; new.
-        corpus: the text.
-        nodes: how many take part.
-        experts: that each can train; its share if it is None.
-        identity: signs the commits.
-    """
-    run = run_file.manifest(AUTHOR, corpus.fingerprint, corpus.num_blocks)
-    manifest = Signed(run, NodeId(AUTHOR), digest_of(canonical(run)), b"")
-    store = ShardStore.open(folder, manifest.digest)
-    write_genesis(manifest, identity, store)
-    share = math.ceil(run.model.num_experts * min(run.round.owners_per_expert, nodes) / nodes)
-    capacity = min(experts or share, run.model.num_experts)
-    return Simulation(manifest, store, corpus, dict.fromkeys(node_ids(nodes, run.seed), capacity), identity)
 
 
 class _Silence:
@@ -129,6 +107,7 @@ class Simulation:
         """
         self.manifest = manifest
         self.store = store
+        self._corpus = corpus
         self._identity = identity
         folder = store.folder / "simulated"
         self._residuals = Residuals(folder / "residuals")
@@ -146,6 +125,11 @@ class Simulation:
         assert self.store.head is not None
         return self.store.head
 
+    def heldout_loss(self, blocks: int) -> float:
+        """Of the head, on so many held-out blocks, nats per token."""
+        run = self.manifest.document
+        return heldout_loss(run, self._corpus, committed(run, self.store), blocks)
+
     def run_round(self) -> tuple[Signed[Commit], View, float]:
         """One round: its commit, the nodes, and the seconds that it took."""
         started = time.monotonic()
@@ -162,7 +146,7 @@ class Simulation:
             view,
             merge,
         )
-        digest = seal(self._identity, plan).digest
+        digest = digest_of(canonical(plan))
         contributors = {node: self._contributor(node, plan, base) for node in self.nodes}
         offers = {
             node: self._train(node, plan, digest, base, contributor) for node, contributor in contributors.items()
@@ -256,6 +240,36 @@ class Simulation:
                 training.step_ahead()
 
 
+def begin(
+    run_file: RunFile,
+    folder: Path,
+    corpus: Corpus,
+    *,
+    nodes: int,
+    experts: int | None = None,
+    identity: Identity,
+    make: Callable[..., Simulation] = Simulation,
+) -> Simulation:
+    """A simulation of the run of a run file, from its first weights. The same arguments give the same run.
+
+    Args:
+        run_file: what a person wrote.
+        folder: for the state; new.
+        corpus: the text.
+        nodes: how many take part.
+        experts: that each can train; its share if it is None.
+        identity: signs the commits.
+        make: called with the arguments of `Simulation`, for one that differs in something.
+    """
+    run = run_file.manifest(AUTHOR, corpus.fingerprint, corpus.num_blocks)
+    manifest = Signed(run, NodeId(AUTHOR), digest_of(canonical(run)), b"")
+    store = ShardStore.open(folder, manifest.digest)
+    write_genesis(manifest, identity, store)
+    share = math.ceil(run.model.num_experts * min(run.round.owners_per_expert, nodes) / nodes)
+    capacity = min(experts or share, run.model.num_experts)
+    return make(manifest, store, corpus, dict.fromkeys(node_ids(nodes, run.seed), capacity), identity)
+
+
 def run_simulation(
     run_file: RunFile,
     corpus: Corpus,
@@ -292,5 +306,5 @@ def run_simulation(
         for _ in range(rounds):
             history.add(*simulation.run_round())
         if run.round.heldout_blocks:
-            final = heldout_loss(run, corpus, committed(run, simulation.store), run.round.heldout_blocks)
+            final = simulation.heldout_loss(run.round.heldout_blocks)
             console.say(f"held-out loss of the last state: {final:.3f} nats per token")

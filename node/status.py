@@ -27,7 +27,7 @@ async def report(peers: Sequence[str], run_id: str | None, *, as_json: bool) -> 
     try:
         manifest = await find_manifest(network, run_id)
         view = await read_view(network, manifest.digest)
-        stage = await read_warmup(network, manifest)
+        stage = await read_warmup(network, manifest) if manifest.document.merge.alpha else None
         commit = await _last_commit(Exchange(network, manifest.digest, handler=None), view)
     finally:
         await network.close()
@@ -63,7 +63,7 @@ def summarise(
         "schema": SCHEMA,
         "run": {"id": manifest.digest, "name": run.name, "rounds": run.round.total, "author": run.author},
         "round": commit.round if commit is not None else None,
-        "warmup": stage.model_dump() if stage is not None and run.merge.alpha else None,
+        "warmup": stage.model_dump() if stage is not None else None,
         "loss": commit.loss if commit is not None and commit.round else None,
         "heldout_loss": commit.heldout_loss if commit is not None else None,
         "utilisation": commit.busy if commit is not None else None,

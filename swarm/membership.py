@@ -190,8 +190,9 @@ class Membership:
             keepers = ranked({*self.view.present(), me}, run_id, "manifest")[:MANIFEST_KEEPERS]
             if self.record.role == "rendezvous" or me in keepers:
                 await self.network.store(MANIFEST_KEY, self._manifest.wire, self._lease_seconds)
-                phase = canonical(warmup(self._manifest.document, self.record.round))
-                await self.network.store(warmup_key(run_id), phase, self._lease_seconds)
+                if self._manifest.document.merge.alpha:
+                    phase = canonical(warmup(self._manifest.document, self.record.round))
+                    await self.network.store(warmup_key(run_id), phase, self._lease_seconds)
             await asyncio.sleep(self._beat_seconds)
 
     async def _look_around(self) -> None:

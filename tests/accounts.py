@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
 from bench.marking_trainer import marks
 from bench.participants import Node, Swarm
@@ -11,6 +12,13 @@ from swarm import blocks
 from swarm.documents import Commit, Signed, state_digest
 from swarm.shard_names import trained
 from swarm.store import file_digest, map_values, read_commit
+
+LEFT_TO_THE_COLLECTOR = [
+    pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed resource <UnixTransport:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:loop is closed:ResourceWarning"),
+]
+"""hivemind leaves the streams of calls that break off to it."""
 
 
 class Accounts:

@@ -14,15 +14,12 @@ from hivemind.p2p import P2PContext
 
 from bench.participants import Node, Swarm
 from swarm.documents import Document, Signed
-from tests.accounts import Accounts, require_every_block_once
+from tests.accounts import LEFT_TO_THE_COLLECTOR, Accounts, require_every_block_once
 
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.timeout(300),
-    # hivemind leaves the streams of calls that break off to the collector
-    pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:unclosed resource <UnixTransport:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:loop is closed:ResourceWarning"),
+    *LEFT_TO_THE_COLLECTOR,
 ]
 
 MARGIN = 3.0

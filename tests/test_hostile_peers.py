@@ -19,15 +19,12 @@ from bench.participants import Node, Swarm, Tamper
 from swarm.documents import Commit, Contribution, Document, Encoded, Signed, seal
 from swarm.patience import short
 from swarm.shard_names import expert_of
-from tests.accounts import Accounts, require_every_block_once, require_means
+from tests.accounts import LEFT_TO_THE_COLLECTOR, Accounts, require_every_block_once, require_means
 
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.timeout(240),
-    # hivemind leaves the streams of calls that break off to the collector
-    pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:unclosed resource <UnixTransport:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:loop is closed:ResourceWarning"),
+    *LEFT_TO_THE_COLLECTOR,
 ]
 
 MARGIN = 3.0

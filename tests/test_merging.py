@@ -132,7 +132,7 @@ def test_the_strength_falls_linearly_and_is_0_between_merges() -> None:
 def test_the_phase_says_what_comes_next() -> None:
     def told(number: int, **fields: int) -> tuple[str, float, int]:
         stage = warmup(run(**fields), number)
-        assert stage.round == number and Warmup.open(packed(stage), run(**fields)) == stage
+        assert stage.round == number and Warmup.open(canonical(stage), run(**fields)) == stage
         return stage.phase, round(stage.alpha, 6), stage.next_round
 
     assert [told(number) for number in (0, 1, 2, 3)] == [("warmup", a, r) for a, r in [(0.08, 3)] * 3 + [(0.06, 5)]]
@@ -149,14 +149,10 @@ def test_the_phase_of_a_run_is_merged_when_it_says_so() -> None:
         assert stage.alpha == (strength(run(), coming[0]) if coming else 0.0)
 
 
-def packed(stage: Warmup) -> bytes:
-    return canonical(stage)
-
-
 @pytest.mark.parametrize("change", [{"round": 5}, {"alpha": 0.09}, {"next_round": 4}, {"phase": "steady"}])
 def test_a_phase_that_does_not_follow_from_the_manifest_is_refused(change: dict[str, object]) -> None:
     with pytest.raises((ValueError, ValidationError)):
-        Warmup.open(packed(warmup(run(), 2).model_copy(update=change)), run())
+        Warmup.open(canonical(warmup(run(), 2).model_copy(update=change)), run())
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,12 @@ from swarm.ranking import ranked
 from swarm.replica import Replica
 from swarm.shard_names import expert_of, trained
 from swarm.store import KEPT_COMMITS
-from tests.accounts import Accounts, require_every_block_once, require_marks, require_means, used
+from tests.accounts import LEFT_TO_THE_COLLECTOR, Accounts, require_every_block_once, require_marks, require_means, used
 
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.timeout(300),
-    # hivemind leaves the streams of calls that break off to the collector
-    pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:unclosed resource <UnixTransport:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:loop is closed:ResourceWarning"),
+    *LEFT_TO_THE_COLLECTOR,
 ]
 
 

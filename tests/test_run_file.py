@@ -110,7 +110,8 @@ def test_presets_refuse_unknown_names_and_existing_files(path: Path) -> None:
         (
             "[run]",
             "xyz = 2\n[run]",
-            "xyz: unknown key, the keys here are run, model, loss, optimizer, data, round, encoding, merge (PATH line",
+            "xyz: unknown key, the keys here are run, model, loss, optimizer, data, round, encoding, merge "
+            "(PATH line 1)",
         ),
         (
             "[data]",

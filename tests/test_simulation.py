@@ -1,6 +1,7 @@
 """A run in one process: repeatable, and what real processes train."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,9 @@ def corpus_of(path: Path) -> Corpus:
     return load_corpus(run.data, run.run.seed, [])
 
 
-def simulate(path: Path, identity: Identity, nodes: int = 2, experts: int | None = None) -> Simulation:
+def simulate(path: Path, identity: Identity, **how: Any) -> Simulation:
     run = read_run_file(path)
-    return begin(run, path.parent / "store", corpus_of(path), nodes=nodes, experts=experts, identity=identity)
+    return begin(run, path.parent / "store", corpus_of(path), **{"nodes": 2, "identity": identity, **how})
 
 
 def rounds(simulation: Simulation, count: int) -> list[Commit]:
@@ -122,9 +123,12 @@ def values_of(simulation: Simulation) -> dict[str, np.ndarray]:
 
 def test_an_outer_step_of_1_without_momentum_is_the_average(tmp_path: Path, identity: Identity) -> None:
     plain = simulate(run_file(tmp_path / "plain", **EXACT), identity)
-    outer = OuterSimulation.of(simulate(run_file(tmp_path / "outer", **EXACT), identity), Nesterov(1.0, 0.0))
-    nesterov = OuterSimulation.of(simulate(run_file(tmp_path / "nesterov", **EXACT), identity), Nesterov(0.7, 0.9))
-    rounds(plain, 1), rounds(outer, 1), rounds(nesterov, 1)
+    outer, nesterov = (
+        simulate(run_file(tmp_path / name, **EXACT), identity, make=partial(OuterSimulation, how))
+        for name, how in (("outer", Nesterov(1.0, 0.0)), ("nesterov", Nesterov(0.7, 0.9)))
+    )
+    for simulation in (plain, outer, nesterov):
+        simulation.run_round()
     run = plain.manifest.document
     genesis = {shard.name: values.ravel() for shard, values in initial_values(run.model, run.seed)}
     for name, values in values_of(plain).items():
@@ -138,8 +142,8 @@ def test_moments_are_changed_at_a_merge_and_only_there(
     tmp_path: Path, identity: Identity, change: Change, same: bool
 ) -> None:
     plain = rounds(simulate(run_file(tmp_path / "plain", **MERGE), identity), 3)
-    changed = MomentsSimulation.of(simulate(run_file(tmp_path / "changed", **MERGE), identity), change)
-    others = rounds(changed, 3)
+    path = run_file(tmp_path / "changed", **MERGE)
+    others = rounds(simulate(path, identity, make=partial(MomentsSimulation, change)), 3)
     assert [commit.state for commit in plain[:2]] == [commit.state for commit in others[:2]]
     assert plain[2].merge is not None and (plain[2].state == others[2].state) == same
 

@@ -20,15 +20,12 @@ from swarm.merging import Donors
 from swarm.network import Network
 from swarm.shard_names import expert_of, expert_shards
 from swarm.warmup import strength, warmup
-from tests.accounts import Accounts, require_every_block_once, require_marks, used
+from tests.accounts import LEFT_TO_THE_COLLECTOR, Accounts, require_every_block_once, require_marks, used
 
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.timeout(240),
-    # hivemind leaves the streams of calls that break off to the collector
-    pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:unclosed resource <UnixTransport:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:loop is closed:ResourceWarning"),
+    *LEFT_TO_THE_COLLECTOR,
 ]
 
 MERGES = MergeSettings(alpha=0.5, every_steps=8, first_steps=400, donors=2)
