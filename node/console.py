@@ -49,9 +49,10 @@ def describe_run(manifest: Manifest) -> str:
     model, rounds = manifest.model, manifest.round
     total = f"{rounds.total} rounds" if rounds.total else "rounds without end"
     start = f"; begun with checkpoint {manifest.initial_state[:12]}" if manifest.initial_state else ""
+    merging = f"; experts are merged in the first {manifest.merge.first_steps}" if manifest.merge.alpha else ""
     return (
         f"{manifest.name}: {model.num_layers} layers, width {model.hidden_size}, {model.num_experts} experts, "
-        f"top-{model.experts_per_token}; {total} of {rounds.local_steps} steps{start}"
+        f"top-{model.experts_per_token}; {total} of {rounds.local_steps} steps{merging}{start}"
     )
 
 

@@ -15,7 +15,7 @@ from swarm.network import Network
 from swarm.patience import short
 from swarm.records import NodeRecord, View
 from swarm.replica import weight
-from swarm.warmup import Warmup
+from swarm.warmup import Warmup, warmup
 
 SCHEMA = 1
 """Version of the JSON form."""
@@ -59,6 +59,8 @@ def summarise(
     """The report as JSON-able data."""
     run = manifest.document
     holders = view.holders()
+    if stage is not None and commit is not None and commit.round > stage.round:  # kept for all, and told a beat later
+        stage = warmup(run, commit.round)
     return {
         "schema": SCHEMA,
         "run": {"id": manifest.digest, "name": run.name, "rounds": run.round.total, "author": run.author},

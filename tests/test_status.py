@@ -102,9 +102,10 @@ def test_the_warm_up_is_told_while_the_run_has_one() -> None:
     def told(run: Signed[Manifest], number: int) -> str:
         stage = warmup(run.document, number)
         summary = summarise(run, view(), COMMIT, stage)
-        assert summary["warmup"] == stage.model_dump()
+        assert summary["warmup"] == warmup(run.document, max(number, COMMIT.round)).model_dump()
         return as_text(summary)
 
     assert "merging warm-up: experts are merged before round 5, alpha 0.05" in told(run, 3)
     assert "the merging warm-up is over" in told(run, 8)
+    assert "before round 3, alpha 0.075" in told(run, 0), "the commit is that of round 2, whatever is kept"
     assert "merg" not in as_text(summarise(run, view(), COMMIT))
