@@ -56,10 +56,11 @@ def merge_experts(weights: torch.Tensor, donors: torch.Tensor | Sequence[Sequenc
     if len(rows) != weights.shape[0] or not all(0 <= donor < len(rows) for row in rows for donor in row):
         raise ValueError(f"donors of {len(rows)} experts for {weights.shape[0]}")
     merged = torch.empty_like(weights)
+    distance = torch.empty_like(weights[:1]).squeeze(0)
     for expert, row in enumerate(rows):
         own, result = weights[expert], merged[expert].zero_()
         for donor in row:
-            result += weights[donor] - own
+            result += torch.sub(weights[donor], own, out=distance)
         # two operations, not one with a factor: that one rounds once or twice, as the processor likes
         result *= alpha / max(len(row), 1)
         result += own

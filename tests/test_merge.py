@@ -112,8 +112,8 @@ def resident(what):
     return 1024 * int(re.search(what + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 torch.set_num_threads(1)
-select_donors(torch.randn(4, 8, 8), 2)
-weights = torch.randn(32, 1024, 1024)
+select_donors(torch.randn(4, 1024, 1024), 2)  # the buffers of a matrix product, which the library keeps
+weights = torch.randn(32, 2048, 1024)
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
 donors = select_donors(weights, 4)
