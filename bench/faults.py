@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.watched_node import WAIT_SECONDS, Node, until
 from model.errors import SpesError
 from node.local_swarm import LocalSwarm
-from swarm.patience import short
+from swarm.identity import short
 
 FULL_ROUNDS = 2
 """Undisturbed rounds between two faults, at least."""

@@ -1,4 +1,4 @@
-"""DiLoCo's outer optimiser, for comparison: what the average of a round is taken for is a gradient, with momentum."""
+"""Outer optimisers, for comparison: what the average of a round changes is taken for a gradient, with momentum."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from node.simulation import Simulation
 from swarm.documents import Commit, Contribution, Encoded, Result
 from swarm.identity import NodeId
 from swarm.reduce import Reducer
+from swarm.shard_names import expert_of
 from swarm.store import map_values
 
 
@@ -19,6 +20,8 @@ class Nesterov:
 
     learning_rate: float
     momentum: float
+    experts: bool = True
+    """Whether experts take it, too, which have one owner and are not averaged; else only what is shared."""
 
 
 class OuterSimulation(Simulation):
@@ -35,7 +38,10 @@ class OuterSimulation(Simulation):
 
     def average(self, reducer: Reducer, base: Commit, offers: Mapping[NodeId, Contribution]) -> Mapping[str, Result]:
         """See `Simulation.average`."""
-        return {name: self._step(name, base, result) for name, result in super().average(reducer, base, offers).items()}
+        return {
+            name: self._step(name, base, result) if self._outer.experts or expert_of(name) is None else result
+            for name, result in super().average(reducer, base, offers).items()
+        }
 
     def _step(self, name: str, base: Commit, result: Result) -> Result:
         old = map_values(self.store.locate(base.shards[name].digest))

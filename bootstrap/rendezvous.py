@@ -1,16 +1,16 @@
 """The rendezvous daemon: where newcomers find the run. It trains nothing, follows every round and serves the state."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
-from swarm.documents import Signed
-from swarm.history import History, RoundLine
+from swarm.documents import Commit, Signed
 from swarm.identity import Identity
 from swarm.lifecycle import live
 from swarm.manifest import Manifest
 from swarm.network import Network
 from swarm.participant import Participant
-from swarm.records import NodeRecord, State
+from swarm.records import NodeRecord, State, View
 from swarm.release import VERSION
 from swarm.store import ShardStore
 
@@ -26,7 +26,8 @@ async def serve(
     name: str,
     on_addresses: Callable[[list[str]], None],
     on_state: Callable[[State, str], None],
-    on_round: Callable[[RoundLine], None],
+    on_commit: Callable[[Signed[Commit], View, float], None],
+    watch: Callable[[Participant], Coroutine[Any, Any, None]],
     say: Callable[[str], None],
 ) -> None:
     """Serve a run until SIGINT or SIGTERM.
@@ -38,7 +39,9 @@ async def serve(
         listen, announce: multiaddresses, see `swarm.network.Network.start`.
         name: shown to others.
         on_addresses: called once with the addresses that others can join.
-        on_state, on_round, say: tell people what happens.
+        on_state, on_commit: see `swarm.participant.Participant`.
+        watch: runs beside the daemon's part in the swarm.
+        say: tells people what happens.
 
     Raises:
         UserError: the port is in use.
@@ -48,8 +51,6 @@ async def serve(
     try:
         addresses = await network.addresses()
         on_addresses(addresses)
-        run = manifest.document
-        history = History(store.folder / "history.jsonl", run.round.total, run.model.num_experts, on_round)
         participant = Participant(
             manifest,
             identity=identity,
@@ -63,9 +64,9 @@ async def serve(
                 addresses=tuple(addresses[:4]),
             ),
             trainer=None,
-            on_commit=history.add,
+            on_commit=on_commit,
             on_state=on_state,
         )
-        await live(participant, [network.watch()], say, stay=True)
+        await live(participant, [network.watch(), watch(participant)], say, stay=True)
     finally:
         await network.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 from model.errors import SpesError
 
 DEFAULT_PORT = 31337
+PAGE_PORT = 8730
 MAX_NAME = 40
 MAX_QUANTITY = 1_000_000
 EXIT_BUG = 70
@@ -34,6 +35,7 @@ EXAMPLES = """examples:
   spes-node bootstrap run.toml            start the run; prints the join line
   spes-node join --peers /ip4/...         take part, with everything else from the run
   spes-node status --peers /ip4/...       look at the swarm
+  spes-node dashboard --peers /ip4/...    look at it in a browser
 """
 
 
@@ -120,6 +122,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_peers(status)
     status.add_argument("--json", action="store_true", help="for programs")
 
+    dashboard = commands.add_parser("dashboard", help="the page of a swarm, without taking part in it")
+    _add_peers(dashboard)
+    dashboard.add_argument(
+        "--listen", metavar="HOST:PORT", help=f"default: 127.0.0.1:{PAGE_PORT}, or the next free port"
+    )
+    dashboard.add_argument("--home", type=Path, metavar="DIR", help="for the token that others than this machine need")
+
     export = commands.add_parser("export", help="write this node's state as a Hugging Face checkpoint")
     export.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="a new folder")
     export.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
@@ -133,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="train on these instead")
     demo.add_argument("-o", "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     demo.add_argument("--rounds", type=_positive, metavar="N", help="stop after N rounds")
-    for command in (start, join, seed, status):
+    for command in (start, join, seed, status, dashboard):
         command.add_argument("-v", "--verbose", action="store_true", help="log what is tried and what fails, too")
     return parser
 
@@ -193,6 +202,12 @@ def _add_place(parser: argparse.ArgumentParser, listen: str) -> None:
     parser.add_argument("--listen", default=listen, metavar="HOST:PORT", help=f"default: {listen} (port 0: any)")
     parser.add_argument("--announce", nargs="+", default=[], metavar="ADDR", help="multiaddresses others should dial")
     parser.add_argument("--home", type=Path, metavar="DIR", help="identity, address book and state of this node")
+    parser.add_argument(
+        "--dashboard",
+        default="on",
+        metavar="PLACE",
+        help=f"where this node's page is: on (127.0.0.1:{PAGE_PORT} or the next free port), off, PORT or HOST:PORT",
+    )
 
 
 def _name(text: str) -> str:

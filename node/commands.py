@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model.errors import UserError
 from node.console import Console
 from node.names import spoken_name
+
+if TYPE_CHECKING:
+    from node.web.server import PagePlace
 
 
 def run_async(main: Coroutine[Any, Any, None], *, verbose: bool) -> None:
@@ -76,6 +79,13 @@ def check_announced(addresses: Sequence[str]) -> None:
             )
 
 
+def page_place(text: str) -> "PagePlace | None":
+    """Where a page is to be served, from what was said on the command line. Raises UserError."""
+    from node.web.server import PagePlace
+
+    return {"off": None, "on": PagePlace()}[text] if text in ("off", "on") else PagePlace.parse(text)
+
+
 def new(options: argparse.Namespace) -> None:
     """Write a run file."""
     from bootstrap.run_file import write_preset
@@ -96,6 +106,7 @@ def bootstrap(options: argparse.Namespace) -> None:
     from bootstrap.rendezvous import serve
     from bootstrap.run_file import read_run_file
     from node.corpus import load_corpus
+    from node.reporter import Reporter
     from node.tokens import open_encoder
     from swarm.identity import Identity
     from swarm.network import check_ports
@@ -118,6 +129,7 @@ def bootstrap(options: argparse.Namespace) -> None:
     home = options.home or default_home("bootstrap")
     with closing(Identity.open(home / "identity.key")) as identity:
         console = Console()
+        place = page_place(options.dashboard)
         manifest, store = prepare_run(
             run_file,
             identity,
@@ -127,22 +139,26 @@ def bootstrap(options: argparse.Namespace) -> None:
             start=start,
             say=console.say,
         )
-        run_async(
-            serve(
-                manifest,
-                identity=identity,
-                home=home,
-                store=store,
-                listen=[listen],
-                announce=options.announce,
-                name=options.name or spoken_name(identity.node_id),
-                on_addresses=lambda addresses: console.serving(manifest.document, home, addresses),
-                on_state=console.state,
-                on_round=console.round,
-                say=console.say,
-            ),
-            verbose=options.verbose,
-        )
+        reporter = Reporter(manifest, identity.node_id, store, on_state=console.state, on_round=console.round)
+
+        async def serve_with_page() -> None:
+            async with reporter.page(place, home) as page:
+                await serve(
+                    manifest,
+                    identity=identity,
+                    home=home,
+                    store=store,
+                    listen=[listen],
+                    announce=options.announce,
+                    name=options.name or spoken_name(identity.node_id),
+                    on_addresses=lambda addresses: console.serving(manifest.document, home, addresses, page),
+                    on_state=reporter.state,
+                    on_commit=reporter.commit,
+                    watch=reporter.watch,
+                    say=console.say,
+                )
+
+        run_async(serve_with_page(), verbose=options.verbose)
 
 
 def join(options: argparse.Namespace) -> None:
@@ -173,6 +189,7 @@ def join(options: argparse.Namespace) -> None:
             announce=options.announce,
             run_id=options.run,
             name=name,
+            page=page_place(options.dashboard),
             trainer=TrainerSettings(
                 data=options.data,
                 device=options.device,
@@ -210,7 +227,13 @@ def seed(options: argparse.Namespace) -> None:
         console = Console()
         console.say(f"spes-node {VERSION}: seed {name} ({identity.node_id})")
         settings = SeedSettings(
-            home=home, peers=options.peers, listen=[listen], announce=options.announce, run_id=options.run, name=name
+            home=home,
+            peers=options.peers,
+            listen=[listen],
+            announce=options.announce,
+            run_id=options.run,
+            name=name,
+            page=page_place(options.dashboard),
         )
         run_async(
             serve(
@@ -295,6 +318,16 @@ def status(options: argparse.Namespace) -> None:
     run_async(report(options.peers, options.run, as_json=options.json), verbose=options.verbose)
 
 
+def dashboard(options: argparse.Namespace) -> None:
+    """Serve the page of a swarm without taking part."""
+    from node.onlooker import look_on
+    from node.web.server import PagePlace
+
+    place = PagePlace.parse(options.listen) if options.listen else PagePlace()
+    home = options.home or default_home("dashboard")
+    run_async(look_on(options.peers, options.run, place, home, Console().say), verbose=options.verbose)
+
+
 def export(options: argparse.Namespace) -> None:
     """Write a checkpoint from a node's shard store."""
     from node.run_export import export_run
@@ -339,6 +372,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "plan": plan,
     "simulate": simulate,
     "status": status,
+    "dashboard": dashboard,
     "export": export,
     "upcycle": upcycle,
     "demo": demo,

@@ -79,10 +79,11 @@ class Console:
         """One line of the first screen."""
         self.say(f"{word:<9} {text}")
 
-    def serving(self, manifest: Manifest, home: Path, addresses: list[str]) -> None:
+    def serving(self, manifest: Manifest, home: Path, addresses: list[str], page: str | None) -> None:
         """The first screen of a rendezvous, with the line that others paste."""
         self.fact("run", describe_run(manifest))
         self.fact("home", str(home))
+        self.fact("page", page or "none")
         self.say(f"\nJoin with another box, or in another terminal:\n  {join_line(addresses)}\n")
 
     def joined(self, joined: "Joined") -> None:
@@ -96,6 +97,7 @@ class Console:
         for saving in trainer.savings:
             self.fact("saving", saving)
         self.fact("home", str(joined.home))
+        self.fact("page", joined.page or "none")
         self.fact("invite", join_line(joined.addresses))
 
     def state(self, state: str, reason: str) -> None:

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.reporter import Reporter
 from node.trainer_process import TrainerProcess, TrainerSettings
+from node.web.server import PagePlace
 from swarm.discovery import find_manifest
-from swarm.history import History, RoundLine
+from swarm.history import RoundLine
 from swarm.identity import Identity
 from swarm.lifecycle import live
 from swarm.manifest import Manifest
@@ -28,6 +30,8 @@ class NodeSettings:
     announce: Sequence[str]
     run_id: str | None
     name: str
+    page: PagePlace | None
+    """Where its page is served; None for nowhere."""
     trainer: TrainerSettings
 
 
@@ -38,6 +42,8 @@ class Joined:
     manifest: Manifest
     home: Path
     addresses: list[str]
+    page: str | None
+    """Address of this node's page."""
     trainer: TrainerProcess
 
 
@@ -76,15 +82,7 @@ async def join(settings: NodeSettings, identity: Identity, tell: Listeners) -> N
         tell.say(f"run {run.name} {manifest.digest[:12]}: loading the model and the text")
         trainer = await TrainerProcess.start(run, settings.trainer, tell.on_progress)
         addresses = await network.addresses()
-        tell.on_joined(
-            Joined(
-                manifest=run,
-                home=settings.home,
-                addresses=addresses,
-                trainer=trainer,
-            )
-        )
-        history = History(store.folder / "history.jsonl", run.round.total, run.model.num_experts, tell.on_round)
+        reporter = Reporter(manifest, identity.node_id, store, on_state=tell.on_state, on_round=tell.on_round)
         participant = Participant(
             manifest,
             identity=identity,
@@ -100,10 +98,12 @@ async def join(settings: NodeSettings, identity: Identity, tell: Listeners) -> N
                 device=f"{trainer.device} {trainer.dtype}",
             ),
             trainer=trainer,
-            on_commit=history.add,
-            on_state=tell.on_state,
+            on_commit=reporter.commit,
+            on_state=reporter.state,
         )
-        await live(participant, [network.watch(), trainer.watch()], tell.say)
+        async with reporter.page(settings.page, settings.home) as page:
+            tell.on_joined(Joined(manifest=run, home=settings.home, addresses=addresses, page=page, trainer=trainer))
+            await live(participant, [network.watch(), trainer.watch(), reporter.watch(participant)], tell.say)
     finally:
         if trainer is not None:
             await trainer.close()

@@ -57,7 +57,7 @@ def run_demo(output: Path, data: Sequence[Path], rounds: int | None) -> None:
     with LocalSwarm(output, data) as swarm:
         console.say(f"Starting a rendezvous and {NODES} nodes on this box; everything is kept in {output}")
         try:
-            swarm.start_rendezvous(run_file)
+            swarm.start_rendezvous(run_file, "--dashboard", "on")
             for number in range(1, NODES + 1):
                 swarm.start_node(f"node-{number}")
             console.say("The rendezvous is up; the nodes join it and load the model, which takes half a minute")

@@ -132,6 +132,8 @@ class LocalSwarm:
         home.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "node", *arguments]
         command += ["--home", str(home), "--name", name, "--listen", f"{place.address}:0"]
+        if "--dashboard" not in arguments:
+            command += ["--dashboard", "off"]
         with open(home / "log", "a") as log:
             start = log.tell()
             process = place.start(

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.reporter import Reporter
+from node.web.server import PagePlace
 from swarm.discovery import find_manifest
-from swarm.history import History, RoundLine
+from swarm.history import RoundLine
 from swarm.identity import Identity
 from swarm.lifecycle import live
 from swarm.manifest import Manifest
@@ -28,13 +30,15 @@ class SeedSettings:
     announce: Sequence[str]
     run_id: str | None
     name: str
+    page: PagePlace | None
+    """Where its page is served; None for nowhere."""
 
 
 async def serve(
     settings: SeedSettings,
     identity: Identity,
     *,
-    on_joined: Callable[[Manifest, Path, list[str]], None],
+    on_joined: Callable[[Manifest, Path, list[str], str | None], None],
     on_state: Callable[[State, str], None],
     on_round: Callable[[RoundLine], None],
     say: Callable[[str], None],
@@ -58,21 +62,23 @@ async def serve(
         run = manifest.document
         store = ShardStore.open(run_folder(settings.home, manifest), manifest.digest)
         write_durably(store.folder / "manifest", manifest.wire)
+        reporter = Reporter(manifest, identity.node_id, store, on_state=on_state, on_round=on_round)
         addresses = await network.addresses()
-        on_joined(run, settings.home, addresses)
-        history = History(store.folder / "history.jsonl", run.round.total, run.model.num_experts, on_round)
+        record = NodeRecord(
+            run=manifest.digest, version=VERSION, name=settings.name, role="seed", addresses=tuple(addresses[:4])
+        )
         participant = Participant(
             manifest,
             identity=identity,
             network=network,
             store=store,
-            record=NodeRecord(
-                run=manifest.digest, version=VERSION, name=settings.name, role="seed", addresses=tuple(addresses[:4])
-            ),
+            record=record,
             trainer=None,
-            on_commit=history.add,
-            on_state=on_state,
+            on_commit=reporter.commit,
+            on_state=reporter.state,
         )
-        await live(participant, [network.watch()], say, stay=True)
+        async with reporter.page(settings.page, settings.home) as page:
+            on_joined(run, settings.home, addresses, page)
+            await live(participant, [network.watch(), reporter.watch(participant)], say, stay=True)
     finally:
         await network.close()

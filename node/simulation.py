@@ -134,7 +134,7 @@ class Simulation:
         """One round: its commit, the nodes, and the seconds that it took."""
         started = time.monotonic()
         run, head = self.manifest.document, self.head
-        view = View({node: self._record(node, head) for node in self.nodes})
+        view = View({node: self.record(node, head) for node in self.nodes})
         merge, base = self.merge(head.document)
         plan = make_plan(
             run,
@@ -187,7 +187,7 @@ class Simulation:
         """
         return asyncio.run(reducer.reduce(list(base.shards), offers))
 
-    def _record(self, node: NodeId, head: Signed[Commit]) -> NodeRecord:
+    def record(self, node: NodeId, head: Signed[Commit]) -> NodeRecord:
         """What the node would say about itself."""
         simulated = self.nodes[node]
         return NodeRecord(
@@ -302,7 +302,8 @@ def run_simulation(
         capacity = next(iter(simulation.nodes.values())).capacity
         console.fact("run", describe_run(run))
         console.fact("nodes", f"{nodes} in this process, each trains {capacity} of {run.model.num_experts} experts")
-        history = History(output or folder / "history.jsonl", rounds, run.model.num_experts, console.round)
+        ending = run.model_copy(update={"round": run.round.model_copy(update={"total": rounds})})
+        history = History(output or folder / "history.jsonl", ending, console.round)
         for _ in range(rounds):
             history.add(*simulation.run_round())
         if run.round.heldout_blocks:

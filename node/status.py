@@ -2,23 +2,22 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from node.observer import Observer
+from node.remote_commits import read_commit
+from node.snapshot import as_json as to_json
 from node.units import quantity, size
 from swarm.discovery import find_manifest
 from swarm.documents import Commit, Signed
-from swarm.exchange import CallFailed, Exchange
-from swarm.identity import Identity, NodeId
+from swarm.exchange import Exchange
+from swarm.identity import Identity, short
 from swarm.manifest import Manifest
 from swarm.membership import read_view, read_warmup
 from swarm.network import Network
-from swarm.patience import short
-from swarm.records import NodeRecord, View
-from swarm.replica import weight
-from swarm.warmup import Warmup, warmup
-
-SCHEMA = 1
-"""Version of the JSON form."""
+from swarm.records import View
+from swarm.warmup import Warmup
 
 
 async def report(peers: Sequence[str], run_id: str | None, *, as_json: bool) -> None:
@@ -28,70 +27,32 @@ async def report(peers: Sequence[str], run_id: str | None, *, as_json: bool) -> 
         manifest = await find_manifest(network, run_id)
         view = await read_view(network, manifest.digest)
         stage = await read_warmup(network, manifest) if manifest.document.merge.alpha else None
-        commit = await _last_commit(Exchange(network, manifest.digest, handler=None), view)
+        commit = await read_commit(Exchange(network, manifest.digest, handler=None), view)
     finally:
         await network.close()
     summary = summarise(manifest, view, commit, stage)
     print(json.dumps(summary, indent=2) if as_json else as_text(summary))
 
 
-async def _last_commit(exchange: Exchange, view: View) -> Commit | None:
-    """The commit of the best chain, from any node that has it."""
-    present = view.present()
-    best_first = sorted(
-        (node for node, record in present.items() if record.commit),
-        key=lambda node: weight(present[node].tokens, present[node].round, present[node].commit),
-        reverse=True,
-    )
-    for node in best_first:
-        try:
-            signed = await exchange.read(node, "commit", present[node].round)
-        except CallFailed:
-            continue
-        if signed is not None and isinstance(signed.document, Commit):
-            return signed.document
-    return None
-
-
 def summarise(
-    manifest: Signed[Manifest], view: View, commit: Commit | None, stage: Warmup | None = None
+    manifest: Signed[Manifest], view: View, commit: Signed[Commit] | None, stage: Warmup | None = None
 ) -> dict[str, Any]:
-    """The report as JSON-able data."""
-    run = manifest.document
-    holders = view.holders()
-    if stage is not None and commit is not None and commit.round > stage.round:  # kept for all, and told a beat later
-        stage = warmup(run, commit.round)
-    return {
-        "schema": SCHEMA,
-        "run": {"id": manifest.digest, "name": run.name, "rounds": run.round.total, "author": run.author},
-        "round": commit.round if commit is not None else None,
-        "warmup": stage.model_dump() if stage is not None else None,
-        "loss": commit.loss if commit is not None and commit.round else None,
-        "heldout_loss": commit.heldout_loss if commit is not None else None,
-        "utilisation": commit.busy if commit is not None else None,
-        "tokens": commit.tokens if commit is not None else None,
-        "state": commit.state if commit is not None else None,
-        "experts": run.model.num_experts,
-        "experts_covered": len(holders),
-        "leases": {str(expert): sorted(holders[expert]) for expert in sorted(holders)},
-        "nodes": [_node(node, record, commit) for node, record in sorted(view.nodes.items())],
-    }
+    """The report as JSON-able data.
 
-
-def _node(node: NodeId, record: NodeRecord, commit: Commit | None) -> dict[str, Any]:
-    return {
-        "id": node,
-        **record.model_dump(include={"name", "role", "state", "reason", "round", "digest", "version", "device"}),
-        "experts": list(record.experts),
-        "in_sync": commit is not None and record.digest == commit.state,
-        "trained_tokens": record.trained_tokens,
-        "utilisation": record.utilisation,
-        "uplink": record.uplink,
-        "complaint": record.complaint,
-        "sent": record.sent,
-        "received": record.received,
-        "addresses": list(record.addresses),
-    }
+    Args:
+        manifest: the run.
+        view: who is there.
+        commit: the last one.
+        stage: where the run stands in its warm-up, as it is kept for all.
+    """
+    observer = Observer(manifest)
+    observer.see(view)
+    if commit is not None:
+        observer.adopt(commit)
+    snapshot = observer.snapshot()
+    if commit is None or stage is None or stage.round >= commit.document.round:  # else it is kept a beat later
+        snapshot = replace(snapshot, warmup=stage)
+    return to_json(snapshot, rounds=False)
 
 
 def as_text(summary: dict[str, Any]) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 from swarm.board import Board
 from swarm.documents import Document, Signed, seal
 from swarm.exchange import Exchange
-from swarm.identity import Identity, NodeId
+from swarm.identity import Identity, NodeId, short
 from swarm.inheritance import Inheritance
 from swarm.manifest import Manifest
 from swarm.membership import Membership
-from swarm.patience import Patience, short
+from swarm.patience import Patience
 from swarm.progress import Utilisation
 from swarm.records import State
 from swarm.replica import Replica
@@ -55,7 +55,7 @@ class Context:
 
     def patience(self, tell: Callable[[str], None]) -> Patience:
         """A way to wait for peers; `tell` shows people what is waited for."""
-        return Patience(self.board, self.exchange, self.margin, lambda: self.membership.view.present(), tell)
+        return Patience(self.board, self.exchange, self.margin, lambda: self.membership.view, tell)
 
     def publish(self, document: Document) -> None:
         """Sign a document, put it on the own board and give it to everybody who is there."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from swarm.exchange import CallFailed, Exchange, Misbehaved, Writer
-from swarm.patience import short
+from swarm.identity import short
 from swarm.sharing import HOPELESS_FAILURES, Call, Evidence, Origin, Setback, Sharing, Source, Span, Tempo, Wanted
 
 _BUFFER = 1 << 20

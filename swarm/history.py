@@ -1,14 +1,22 @@
 """One line of JSON per adopted commit: what the round was, for people, plots and tests."""
 
 import json
+import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swarm.documents import Commit, Signed
 from swarm.identity import NodeId
+from swarm.manifest import Manifest
 from swarm.records import View
+
+MOST_LINES = 5000
+"""That are kept at hand; the file has them all."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,43 +55,74 @@ class RoundLine:
     """Since the commit before, as this node saw it; for the first commit since its plan arrived."""
 
 
+def round_line(commit: Signed[Commit], run: Manifest, *, now: float, seconds: float, bytes_moved: int) -> RoundLine:
+    """What a commit says of its round.
+
+    Args:
+        commit: of the round.
+        run: the run.
+        now: Unix seconds at which it was adopted, 0 if that is not known.
+        seconds: that the round took.
+        bytes_moved: by all nodes since they began.
+    """
+    document = commit.document
+    trained = sum(share.tokens for share in document.shares.values())
+    return RoundLine(
+        time=now,
+        round=document.round,
+        rounds=run.round.total,
+        commit=commit.digest,
+        digest=document.state,
+        loss=document.loss,
+        heldout_loss=document.heldout_loss,
+        tokens=document.tokens,
+        tokens_per_second=trained / seconds if seconds else 0.0,
+        nodes=len(document.shares),
+        missing=len(document.missing),
+        covered=len(document.experts_covered),
+        experts=run.model.num_experts,
+        alpha=document.merge.alpha if document.merge is not None else 0.0,
+        carried=len(document.carried),
+        utilisation=document.busy,
+        bytes_moved=bytes_moved,
+        seconds=seconds,
+    )
+
+
+def read_lines(path: Path) -> Iterator[RoundLine]:
+    """The lines of a file, from the first one. Those of another release, or cut off by a crash, are left out."""
+    if not path.exists():
+        return
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            yield RoundLine(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            log.debug("%s: %s", path, error)
+
+
 class History:
     """Turns commits into lines and appends them to a file."""
 
-    def __init__(self, path: Path, rounds: int, experts: int, show: Callable[[RoundLine], None]) -> None:
+    def __init__(self, path: Path, run: Manifest, show: Callable[[RoundLine], None]) -> None:
+        """Args:
+        path: the file, which may be there already.
+        run: the run.
+        show: called with each new line.
+        """
+        self.lines = deque(read_lines(path), maxlen=MOST_LINES)
+        """The last rounds, those of earlier starts included."""
         self._path = path
-        self._rounds = rounds
-        self._experts = experts
+        self._run = run
         self._show = show
         self._sent: dict[NodeId, int] = {}
         self._moved = 0
 
     def add(self, commit: Signed[Commit], view: View, seconds: float) -> None:
         """Write one commit down and show it."""
-        document = commit.document
-        trained = sum(share.tokens for share in document.shares.values())
-        line = RoundLine(
-            time=time.time(),
-            round=document.round,
-            rounds=self._rounds,
-            commit=commit.digest,
-            digest=document.state,
-            loss=document.loss,
-            heldout_loss=document.heldout_loss,
-            tokens=document.tokens,
-            tokens_per_second=trained / seconds if seconds else 0.0,
-            nodes=len(document.shares),
-            missing=len(document.missing),
-            covered=len(document.experts_covered),
-            experts=self._experts,
-            alpha=document.merge.alpha if document.merge is not None else 0.0,
-            carried=len(document.carried),
-            utilisation=document.busy,
-            bytes_moved=self._count(view),
-            seconds=seconds,
-        )
+        line = round_line(commit, self._run, now=time.time(), seconds=seconds, bytes_moved=self._count(view))
         with open(self._path, "a") as file:
             file.write(json.dumps(asdict(line)) + "\n")
+        self.lines.append(line)
         self._show(line)
 
     def _count(self, view: View) -> int:

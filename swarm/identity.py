@@ -22,6 +22,11 @@ NodeId: TypeAlias = str
 """A libp2p peer id in base58; it is the hash of the node's public key."""
 
 
+def short(node: NodeId) -> str:
+    """The end of a node id, enough to tell nodes apart."""
+    return f"...{node[-6:]}"
+
+
 @lru_cache(maxsize=4096)
 def node_id_of(public_key: bytes) -> NodeId:
     """The node id that belongs to an RSA public key in OpenSSH form.
@@ -102,11 +107,16 @@ class Identity:
 
 
 def _create(path: Path) -> None:
-    """Write a new key in the protobuf form that libp2p reads; the mode is set before the first byte is written."""
+    """Write a new key in the protobuf form that libp2p reads."""
     der = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
         serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )
-    data = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+    write_secret(path, crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=der).SerializeToString())
+
+
+def write_secret(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read, unless it is there already; the mode is set before the first byte is
+    written. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -115,7 +125,7 @@ def _create(path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     try:
-        os.link(temporary, path)  # unlike rename, link never replaces a key that another process has just made
+        os.link(temporary, path)  # unlike rename, link never replaces what another process has just made
     except FileExistsError:
         pass
     finally:

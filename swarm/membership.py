@@ -62,10 +62,16 @@ class Lookout:
         self._found = {node: found for node, found in self._found.items() if found[0].is_live}
         return {node: record for node, (_, record) in self._found.items()}
 
+    @property
+    def until(self) -> dict[NodeId, float]:
+        """When each of them ends, Unix seconds."""
+        return {node: stored.until for node, (stored, _) in self._found.items()}
+
 
 async def read_view(network: Network, run_id: str) -> View:
     """The swarm as it is now, for somebody who does not stay."""
-    return View(await Lookout(network, run_id).look(thorough=True))
+    lookout = Lookout(network, run_id)
+    return View(await lookout.look(thorough=True), lookout.until)
 
 
 async def read_warmup(network: Network, manifest: Signed[Manifest]) -> Warmup | None:
@@ -159,7 +165,7 @@ class Membership:
     def _see(self) -> View:
         self._count_traffic()
         me = self.network.node_id
-        self.view = View({**self._others, me: self.record})
+        self.view = View({**self._others, me: self.record}, self._lookout.until)
         self.network.book.update({n: r.addresses for n, r in self.view.present().items() if n != me})
         return self.view
 

@@ -11,13 +11,13 @@ from swarm.collect import Collector
 from swarm.context import Context
 from swarm.documents import Commit, Contribution, Document, Encoded, Leave, Plan, Reduction, Signed
 from swarm.exchange import PROGRESS_SECONDS, Exchange
-from swarm.identity import Identity, NodeId
+from swarm.identity import Identity, NodeId, short
 from swarm.inheritance import Inheritance
 from swarm.leader import claims, leaders
 from swarm.manifest import Manifest
 from swarm.membership import Membership, steady_rate
 from swarm.network import Network
-from swarm.patience import LOOK_SECONDS, names, short
+from swarm.patience import LOOK_SECONDS
 from swarm.planner import FIRST_LEADERS, Planner, accepted_commit, accepted_plan
 from swarm.progress import HandedIn, Utilisation
 from swarm.pursuit import Pursuit
@@ -376,7 +376,8 @@ class Participant:
         while self.replica.head.digest == head.digest and (rival := self.replica.rival()) is not None:
             if (left := deadline - loop.time()) <= 0:
                 return
-            self._tell(self._idle, f"{short(rival)} has the better chain; waiting for its round, at most {left:.0f} s")
+            who = self.membership.view.call([rival])
+            self._tell(self._idle, f"{who} has the better chain; waiting for its round, at most {left:.0f} s")
             await self.board.changed(LOOK_SECONDS)
             await self._catch_up()
 
@@ -415,7 +416,10 @@ class Participant:
                     behind = [node for node, record in present.items() if record.commit != digest]
                     if not behind:
                         return
-                    self._tell("finished", f"the run is complete; serving the last round to {names(behind)}")
+                    self._tell(
+                        "finished",
+                        f"the run is complete; serving the last round to {self.membership.view.call(behind)}",
+                    )
                     await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError:
             return

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 
 from swarm.board import Board
 from swarm.exchange import CALL_SECONDS, CallFailed, Exchange
+from swarm.records import View
 
 Kind = Literal["plan", "contribution", "reduction", "commit"]
 WORDS: dict[Kind, str] = {
@@ -42,20 +43,20 @@ class Patience:
         board: Board,
         exchange: Exchange,
         margin: float,
-        present: Callable[[], Collection[str]],
+        view: Callable[[], View],
         tell: Callable[[str], None],
     ) -> None:
         """Args:
         board, exchange: the node's.
         margin: seconds that a dead or slow peer may cost.
-        present: the nodes that are there, as far as is known.
+        view: the swarm as the node sees it.
         tell: shows people what is waited for.
         """
         self._board = board
         self._answer_seconds = min(CALL_SECONDS, max(2.0, margin / 5))
         """A ping that is not answered within this time has failed: two of them take less than the margin."""
         self._exchange = exchange
-        self._present = present
+        self._view = view
         self._tell = tell
         self._failures: dict[str, int] = {}
         """Unanswered pings in a row, by node."""
@@ -93,7 +94,7 @@ class Patience:
             if left <= 0:
                 return None
             waiting = [node for node in whom() if node not in self._board.lost]
-            self._tell(f"waiting for {WORDS[what]} of {names(waiting)}, at most {left:.0f} s more")
+            self._tell(f"waiting for {WORDS[what]} of {self._view().call(waiting)}, at most {left:.0f} s more")
             await self.look(waiting, what)
         return found
 
@@ -152,7 +153,7 @@ class Patience:
 
     def _witnesses(self, node: str = "") -> list[str]:
         """Who is there beside this node and another one."""
-        return sorted(set(self._present()) - self._board.lost.keys() - {node, self._exchange.network.node_id})
+        return sorted(self._view().present().keys() - self._board.lost.keys() - {node, self._exchange.network.node_id})
 
 
 async def ask(board: Board, exchange: Exchange, witness: str, what: Kind, number: int, author: str) -> bool | None:
@@ -167,15 +168,3 @@ async def ask(board: Board, exchange: Exchange, witness: str, what: Kind, number
         return False
     known = {other.digest for other in board.of(what, number, author)}
     return not board.post(signed) and signed.digest not in known
-
-
-def short(node: str) -> str:
-    """The end of a node id, enough to tell nodes apart."""
-    return f"...{node[-6:]}"
-
-
-def names(nodes: Collection[str]) -> str:
-    """Node ids for people: three of them at most."""
-    some = [short(node) for node in list(nodes)[:3]]
-    more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-    return ", ".join(some) + more if some else "nobody"

@@ -9,10 +9,10 @@ from swarm import blocks
 from swarm.context import Context
 from swarm.documents import Commit, Merge, Plan, Signed
 from swarm.exchange import CallFailed
-from swarm.identity import NodeId
+from swarm.identity import NodeId, short
 from swarm.leader import blocks_for, leaders, make_plan
 from swarm.merging import choose_donors
-from swarm.patience import ASLEEP_SECONDS, LOOK_SECONDS, names, short
+from swarm.patience import ASLEEP_SECONDS, LOOK_SECONDS
 from swarm.records import NodeRecord
 from swarm.warmup import strength
 
@@ -208,10 +208,15 @@ class Planner:
                 ]
                 if not coming or self._elapsed() > began + CATCH_UP_SECONDS:
                     return ready
-                context.tell("waiting", f"waiting {CATCH_UP_SECONDS:g} s for {names(coming)} to catch up")
+                context.tell(
+                    "waiting", f"waiting {CATCH_UP_SECONDS:g} s for {context.membership.view.call(coming)} to catch up"
+                )
             else:
                 behind = [node for node in there if node not in ready]
-                context.tell("waiting", f"waiting for {names(behind or awaited)} to finish round {head.round}")
+                context.tell(
+                    "waiting",
+                    f"waiting for {context.membership.view.call(behind or awaited)} to finish round {head.round}",
+                )
             # Who is not to plan next need not know at once who is ready.
             first = leaders(context.run_id, head, list(ready))[:1] == [context.me]
             await self._board.changed(POLL_SECONDS if first else LOOK_SECONDS)

@@ -1,7 +1,7 @@
 """What nodes say about themselves in the DHT, and the swarm as one of them sees it."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -10,7 +10,7 @@ from pydantic import Field
 
 from model.settings import Settings
 from swarm.documents import Count, Digest
-from swarm.identity import NodeId
+from swarm.identity import NodeId, short
 from swarm.manifest import PROTOCOL
 
 BUCKETS = 16
@@ -18,6 +18,8 @@ BUCKETS = 16
 
 State = Literal["starting", "syncing", "waiting", "merging", "training", "averaging", "following", "finished", "left"]
 Text = Field(max_length=120)
+MOST_NAME = 40
+"""Of a node's name, so many letters are shown."""
 
 
 class NodeRecord(Settings):
@@ -72,6 +74,20 @@ class View:
     """The swarm as one node sees it at one moment."""
 
     nodes: Mapping[NodeId, NodeRecord] = field(default_factory=dict)
+    until: Mapping[NodeId, float] = field(default_factory=dict)
+    """When the record of a node ends unless it renews it, Unix seconds; none for the node itself."""
+
+    def call(self, nodes: Collection[str]) -> str:
+        """Nodes for people, three of them at most: by name, and by the end of the id where nobody knows the name."""
+        some = [self._called(node) for node in list(nodes)[:3]]
+        more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
+        return ", ".join(some) + more if some else "nobody"
+
+    def _called(self, node: str) -> str:
+        """The name of a node, which it has chosen itself: without what a terminal would take for more than text."""
+        record = self.nodes.get(NodeId(node))
+        name = "".join(filter(str.isprintable, record.name))[:MOST_NAME].strip() if record is not None else ""
+        return name or short(node)
 
     def without(self, node: NodeId) -> "View":
         """The view when a node is gone."""

@@ -17,7 +17,7 @@ from hivemind.p2p import P2PContext
 
 from bench.participants import Node, Swarm, Tamper
 from swarm.documents import Commit, Contribution, Document, Encoded, Signed, seal
-from swarm.patience import short
+from swarm.identity import short
 from swarm.shard_names import expert_of
 from tests.accounts import LEFT_TO_THE_COLLECTOR, Accounts, require_every_block_once, require_means
 

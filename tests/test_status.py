@@ -5,7 +5,7 @@ import json
 import pytest
 
 from node.status import as_text, summarise
-from swarm.documents import Commit, Share, Signed
+from swarm.documents import Commit, Share, Signed, canonical, digest_of
 from swarm.manifest import Manifest, MergeSettings
 from swarm.records import NodeRecord, View
 from swarm.warmup import warmup
@@ -13,7 +13,14 @@ from tests import examples
 from tests.examples import EXPERTS, NODES, RUN
 
 ANN, BEN, CAT = NODES[:3]
-COMMIT = examples.head(2, loss=5.25, heldout_loss=5.5, busy=0.75, shares={ANN: Share(tokens=100, steps=4)})
+LAST = examples.head(2, loss=5.25, heldout_loss=5.5, busy=0.75, shares={ANN: Share(tokens=100, steps=4)})
+
+
+def signed(commit: Commit) -> Signed[Commit]:
+    return Signed(commit, ANN, digest_of(canonical(commit)), b"")
+
+
+COMMIT = signed(LAST)
 
 
 def manifest(**fields: object) -> Signed[Manifest]:
@@ -25,7 +32,7 @@ def view(**records: NodeRecord) -> View:
     return View({named[name]: record for name, record in records.items()})
 
 
-def text(seen: View, commit: Commit | None = COMMIT) -> str:
+def text(seen: View, commit: Signed[Commit] | None = COMMIT) -> str:
     return as_text(summarise(manifest(), seen, commit))
 
 
@@ -34,7 +41,7 @@ def test_the_summary_is_what_records_and_the_commit_say() -> None:
         name="ann",
         experts=(0, 2),
         round=2,
-        digest=COMMIT.state,
+        digest=LAST.state,
         utilisation=0.9,
         uplink=1 << 20,
         trained_tokens=100,
@@ -45,7 +52,7 @@ def test_the_summary_is_what_records_and_the_commit_say() -> None:
     summary = summarise(manifest(), seen, COMMIT)
     assert json.loads(json.dumps(summary)) == summary
     assert (summary["round"], summary["loss"], summary["heldout_loss"]) == (2, 5.25, 5.5)
-    assert (summary["utilisation"], summary["tokens"], summary["state"]) == (0.75, 1000, COMMIT.state)
+    assert (summary["utilisation"], summary["tokens"], summary["state"]) == (0.75, 1000, LAST.state)
     assert (summary["experts"], summary["experts_covered"]) == (EXPERTS, 2)
     assert summary["leases"] == {"0": [ANN], "2": sorted([ANN, BEN])}
     first, second = summary["nodes"]
@@ -55,7 +62,7 @@ def test_the_summary_is_what_records_and_the_commit_say() -> None:
 
 
 def test_a_swarm_that_has_not_begun_has_no_loss() -> None:
-    for commit in (None, examples.head(0)):
+    for commit in (None, signed(examples.head(0))):
         summary = summarise(manifest(), view(), commit)
         assert summary["loss"] is None and summary["heldout_loss"] is None
         assert "loss -" in as_text(summary) and "no node is there" in as_text(summary)
@@ -67,7 +74,7 @@ def test_experts_that_nobody_holds_are_named() -> None:
     assert "no node holds expert 0, 1: join with another box" in text(view(ann=examples.record(), ben=ben))
     left = examples.record(experts=(0, 1), state="left")
     assert "no node holds expert 0, 1" in text(view(ann=left, ben=ben)), "whoever has left holds nothing"
-    assert "the run is complete" in text(view(ann=ann, ben=ben), examples.head(3))
+    assert "the run is complete" in text(view(ann=ann, ben=ben), signed(examples.head(3)))
 
 
 def test_a_node_that_did_wrong_is_named_by_whoever_saw_it() -> None:
@@ -102,7 +109,7 @@ def test_the_warm_up_is_told_while_the_run_has_one() -> None:
     def told(run: Signed[Manifest], number: int) -> str:
         stage = warmup(run.document, number)
         summary = summarise(run, view(), COMMIT, stage)
-        assert summary["warmup"] == warmup(run.document, max(number, COMMIT.round)).model_dump()
+        assert summary["warmup"] == warmup(run.document, max(number, LAST.round)).model_dump()
         return as_text(summary)
 
     assert "merging warm-up: experts are merged before round 5, alpha 0.05" in told(run, 3)
