@@ -198,8 +198,8 @@ class Swarm:
         """Of the commit, nats per byte."""
         for shard in self._shards:
             self._reader.load(shard.name, map_values(self._folder / shard.name))
-        nats, tokens = self._reader.evaluate(self._corpus.heldout_blocks(HELDOUT_BLOCKS))
-        return nats / tokens
+        found = self._reader.evaluate(self._corpus.heldout_blocks(HELDOUT_BLOCKS))
+        return found.nats / found.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,8 @@ import torch
 
 from model.engine import Engine
 from node.corpus import Corpus
+from node.expert_load import DEAD
 from node.simulation import Simulation
-
-DEAD = 0.1
-"""An expert with less than this part of an even share is dead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +49,17 @@ class StepLoss:
     gradient_norm: float
     """Norm of the node's own gradient before clipping."""
     learning_rate: float
+
+
+class Evaluation(NamedTuple):
+    """What held-out text shows of a state."""
+
+    nats: float
+    """Summed cross entropy."""
+    tokens: int
+    """How many were predicted, B * S."""
+    choices: Tensor
+    """How often the router of each layer chose each expert, int64 [L, E]; a row sums to tokens * experts_per_token."""
 
 
 class Engine:
@@ -215,15 +227,18 @@ class Engine:
         return learning_rate
 
     @torch.no_grad()
-    def evaluate(self, tokens: np.ndarray | Tensor) -> tuple[float, int]:
-        """Summed cross entropy in nats over `tokens` [B, S+1], and the number of tokens predicted, B * S."""
+    def evaluate(self, tokens: np.ndarray | Tensor) -> Evaluation:
+        """How well `tokens` [B, S+1] are predicted, and by which experts."""
         length = tokens.shape[1] - 1
         total = 0.0
+        choices = torch.zeros(self._settings.num_layers, self._settings.num_experts, dtype=torch.int64)
         rows = self.compute.micro_blocks or max(1, EVALUATION_TOKENS // length)
         for batch in torch.split(self._tokens(tokens), rows):
-            hidden, _ = self.hidden_states(batch)
+            hidden, logits = self.hidden_states(batch)
             total += self.output_loss(hidden, batch).cross_entropy.item() * len(batch) * length
-        return total, len(tokens) * length
+            chosen = logits.topk(self._settings.experts_per_token, dim=-1).indices.flatten(1).cpu()
+            choices += torch.stack([layer.bincount(minlength=self._settings.num_experts) for layer in chosen])
+        return Evaluation(total, len(tokens) * length, choices)
 
     def hidden_states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """What the layers make of `tokens` [b, S+1] without the last one, [b*S, D], and the logits of the routers

@@ -21,8 +21,8 @@ def heldout_loss(
     engine = Engine(manifest.model, manifest.loss, manifest.optimizer)
     for shard, values in state:
         engine.load(shard.name, values)
-    nats, tokens = engine.evaluate(corpus.heldout_blocks(num_blocks))
-    return nats / tokens
+    found = engine.evaluate(corpus.heldout_blocks(num_blocks))
+    return found.nats / found.tokens
 
 
 def committed(manifest: Manifest, store: ShardStore) -> Iterator[tuple[Shard, np.ndarray]]:

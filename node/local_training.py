@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from model.engine import Engine
+from model.engine import Engine, Evaluation
 from node.corpus import Corpus
 from node.trained_state import TrainedState
 from swarm.manifest import RoundSettings
@@ -56,7 +56,7 @@ class LocalTraining:
         """One task; and why its last step failed, if it did. Raises OSError and torch.OutOfMemoryError."""
         try:
             self._take_up(task)
-            heldout_nats, heldout_tokens = self._evaluate(task)
+            heldout = self._evaluate(task)
             started = time.monotonic()
             failure = self._train(task)
             seconds = time.monotonic() - started
@@ -72,8 +72,9 @@ class LocalTraining:
             steps=steps,
             used_blocks=steps * self._rounds.batch_blocks,
             loss=sum(self._losses) / steps if steps else 0.0,
-            heldout_nats=heldout_nats,
-            heldout_tokens=heldout_tokens,
+            heldout_nats=heldout.nats if heldout else 0.0,
+            heldout_tokens=heldout.tokens if heldout else 0,
+            choices=tuple(map(tuple, heldout.choices.tolist())) if heldout else (),
             seconds=seconds,
             busy_seconds=busy,
             seconds_per_step=sum(self._recent) / len(self._recent) if self._recent else 0.0,
@@ -119,15 +120,15 @@ class LocalTraining:
         self._blocks, self._first_step = task.blocks, task.first_step
         self._state.begin(task, keep=keep, warn=self._warn)
 
-    def _evaluate(self, task: Task) -> tuple[float, int]:
-        """Summed nats and number of predicted tokens of the base over the task's held-out blocks."""
+    def _evaluate(self, task: Task) -> Evaluation | None:
+        """The base on the task's held-out blocks; None where there are none, or nothing finite comes of it."""
         start, stop = task.heldout
         if start == stop:
-            return 0.0, 0
+            return None
         with self._state.at_base(task):
             blocks = self._corpus.heldout_blocks(self._rounds.heldout_blocks)[start:stop]
-            nats, tokens = self._engine.evaluate(blocks)
-        return (nats, tokens) if math.isfinite(nats) else (0.0, 0)
+            found = self._engine.evaluate(blocks)
+        return found if math.isfinite(found.nats) else None
 
     def _train(self, task: Task) -> str:
         """Train what is missing of the task's steps, while there is time; returns why a step failed."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from node.expert_load import dead, shares
 from swarm.documents import Commit, Signed
 from swarm.history import RoundLine
 from swarm.identity import NodeId
@@ -125,6 +126,8 @@ def as_json(snapshot: Snapshot, *, rounds: bool = True) -> dict[str, Any]:
         "experts_covered": len(holders),
         "leases": {str(expert): holders[expert] for expert in sorted(holders)},
         "expert_rounds": expert_rounds(commit),
+        "expert_load": shares(commit.choices) if commit is not None else [],
+        "dead_experts": dead(commit.choices) if commit is not None else [],
         "last_round": round_facts(commit) if commit is not None else None,
         "nodes": [_node(snapshot, node) for node in sorted(snapshot.nodes)],
     }

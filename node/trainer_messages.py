@@ -48,7 +48,7 @@ def encode_work(work: Work) -> dict[str, Any]:
 
 def decode_work(values: dict[str, Any]) -> Work:
     """The work of `encode_work`."""
-    return Work(**values)
+    return Work(**values | {"choices": tuple(map(tuple, values["choices"]))})
 
 
 def _names(files: Any) -> dict[str, str]:

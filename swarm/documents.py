@@ -35,6 +35,8 @@ Nats = Annotated[float, Field(ge=0, le=1e15)]
 Part = Annotated[float, Field(ge=0, le=1)]
 Blocks = tuple[Count, Count]
 """Half-open range of block ids."""
+Choices = tuple[tuple[Count, ...], ...]
+"""How often each expert of each layer was chosen on held-out text, [L][E]; empty where that is not known."""
 
 
 class ShardState(Settings):
@@ -121,6 +123,8 @@ class Contribution(Document):
     """Mean training loss (cross-entropy, nats per token) over the steps."""
     heldout_nats: Nats
     heldout_tokens: Count
+    choices: Choices = ()
+    """On these tokens."""
     train_seconds: Seconds
     """From the plan to the end of the training that is handed in."""
     busy: Part
@@ -200,6 +204,8 @@ class Commit(Document):
     """Token-weighted training loss of the round, nats per token."""
     heldout_loss: Nats | None
     """Nats per token on held-out text, of the state this round started from."""
+    choices: Choices = ()
+    """Of that state on that text."""
     train_seconds: Seconds
     """From the plan to the last contribution."""
     reduce_seconds: tuple[Seconds, ...]

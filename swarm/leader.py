@@ -4,8 +4,10 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from model.settings import ModelSettings
 from swarm import blocks
 from swarm.documents import (
+    Choices,
     Commit,
     Contribution,
     Member,
@@ -188,7 +190,17 @@ def is_plausible(contribution: Contribution, plan: Plan, head: Commit, manifest:
         and contribution.heldout_tokens <= heldout
         and contribution.loss <= MAX_LOSS
         and contribution.heldout_nats <= contribution.heldout_tokens * MAX_LOSS
+        and _are_choices(contribution, manifest.model)
         and contribution.shards.keys() <= set(trained(head.shards, plan.owners.get(contribution.node, ())))
+    )
+
+
+def _are_choices(contribution: Contribution, model: ModelSettings) -> bool:
+    """Whether as many experts are said to be chosen as routers choose, or nothing is said."""
+    said, expected = contribution.choices, contribution.heldout_tokens * model.experts_per_token
+    return not said or (
+        len(said) == model.num_layers
+        and all(len(layer) == model.num_experts and sum(layer) == expected for layer in said)
     )
 
 
@@ -267,8 +279,14 @@ def make_commit(
         ),
         loss=sum(c.loss * c.tokens for c in share.values()) / tokens if tokens else base.loss,
         heldout_loss=sum(c.heldout_nats for c in share.values()) / heldout_tokens if heldout_tokens else None,
+        choices=_add_up([c.choices for c in share.values() if c.choices]),
         train_seconds=max((c.train_seconds for c in share.values()), default=0.0),
         reduce_seconds=(*base.reduce_seconds, reduce_seconds)[-REMEMBERED:],
         merge=plan.merge,
         busy=statistics.fmean(busy) if busy else 0.0,
     )
+
+
+def _add_up(said: Sequence[Choices]) -> Choices:
+    """The sum of choices of the same shape."""
+    return tuple(tuple(map(sum, zip(*layers, strict=True))) for layers in zip(*said, strict=True))

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from model.settings import LossSettings, ModelSettings, OptimizerSettings, Settings
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the records, documents and calls between nodes; nodes with another one are refused."""
 
 Encoding = Literal["fp32", "bf16", "int8", "int4"]

@@ -53,6 +53,8 @@ class Work:
     """Mean cross-entropy over the steps, nats per token."""
     heldout_nats: float
     heldout_tokens: int
+    choices: tuple[tuple[int, ...], ...] = ()
+    """How often each expert of each layer was chosen on these tokens, [L][E]."""
     seconds: float
     """Of this task's training, up to the snapshot."""
     busy_seconds: float

@@ -160,6 +160,7 @@ def make_contribution(
         loss=work.loss,
         heldout_nats=work.heldout_nats,
         heldout_tokens=work.heldout_tokens,
+        choices=work.choices,
         train_seconds=work.seconds,
         busy=busy,
         shards=shards,

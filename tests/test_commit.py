@@ -92,13 +92,19 @@ def test_a_shard_without_a_result_keeps_its_version() -> None:
 def test_tokens_add_up_and_losses_are_weighted_by_them() -> None:
     plan = plan_for([ANN, BEN, CAT])
     heldout = {"heldout_tokens": 10}
+    choices = ((1, 2, 3, 14), (5, 5, 5, 5))
     offered = {
-        ANN: contribution(plan, ANN, tokens=300, loss=2.0, heldout_nats=30.0, train_seconds=3.0, busy=0.5, **heldout),
-        BEN: contribution(plan, BEN, tokens=100, loss=4.0, heldout_nats=50.0, train_seconds=1.0, busy=1.0, **heldout),
+        ANN: contribution(
+            plan, ANN, tokens=300, loss=2.0, heldout_nats=30.0, train_seconds=3.0, busy=0.5, choices=choices, **heldout
+        ),
+        BEN: contribution(
+            plan, BEN, tokens=100, loss=4.0, heldout_nats=50.0, train_seconds=1.0, busy=1.0, choices=choices, **heldout
+        ),
     }
     commit = commit_of(plan, offered)
     assert commit.tokens == 1400
     assert (commit.loss, commit.heldout_loss) == (2.5, 4.0)
+    assert commit.choices == ((2, 4, 6, 28), (10, 10, 10, 10))
     assert commit.shares == {ANN: Share(tokens=300, steps=4), BEN: Share(tokens=100, steps=4)}
     assert commit.missing == (CAT,)
     assert (commit.train_seconds, commit.busy) == (3.0, 0.75)
@@ -210,6 +216,7 @@ def honest(plan: Plan, node: str, steps: int = ROUND.local_steps) -> Contributio
         tokens=steps * STEP_TOKENS,
         heldout_nats=50.0,
         heldout_tokens=10,
+        choices=((5, 5, 5, 5), (0, 0, 0, 20)),
     )
 
 
@@ -231,6 +238,9 @@ def test_an_honest_contribution_is_believed(steps: int) -> None:
         {"heldout_tokens": 10**9},
         {"loss": 1e12},
         {"heldout_nats": 1e12},
+        {"choices": ((5, 5, 5, 5),)},
+        {"choices": ((5, 5, 10), (5, 5, 10))},
+        {"choices": ((5, 5, 5, 5), (0, 0, 0, 21))},
         {"shards": {"unheard.of": Encoded(digest=digest("x"), size=100)}},
     ],
 )

@@ -132,10 +132,10 @@ def test_frozen_experts_keep_their_bits_and_everything_else_is_trained() -> None
 def test_training_reduces_the_loss() -> None:
     engine = build((0, 1))
     held_out = np.concatenate(text_batches(4))
-    before, count = engine.evaluate(held_out)
+    before, count, _ = engine.evaluate(held_out)
     for step, tokens in enumerate(text_batches(30)):
         last = engine.train_step(tokens, step)
-    after, _ = engine.evaluate(held_out)
+    after, *_ = engine.evaluate(held_out)
     assert count == held_out.shape[0] * 64
     assert before / count == pytest.approx(math.log(259), rel=0.1)
     assert after / count < 0.75 * before / count
@@ -146,12 +146,15 @@ def test_evaluation_in_batches_equals_the_cross_entropy(monkeypatch: pytest.Monk
     engine = build((1,))
     tokens = torch.from_numpy(batch(rows=5))
     monkeypatch.setattr("model.engine.EVALUATION_TOKENS", 64)
-    total, count = engine.evaluate(tokens)
+    total, count, choices = engine.evaluate(tokens)
     with torch.no_grad():
-        logits = reference(engine)(tokens[:, :-1]).logits
+        output = reference(engine)(tokens[:, :-1], output_router_logits=True)
+        logits, routers = output.logits, torch.stack(output.router_logits)
     expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     assert count == 5 * 32
     assert total == pytest.approx(expected.item(), rel=1e-6)
+    chosen = routers.topk(SETTINGS.experts_per_token).indices
+    assert choices.tolist() == [[int((layer == e).sum()) for e in range(SETTINGS.num_experts)] for layer in chosen]
 
 
 def test_bfloat16_compute_keeps_fp32_weights() -> None:

@@ -26,7 +26,14 @@ from tests import examples
 from tests.examples import NODES, RUN
 
 ANN, BEN = NODES[:2]
-COMMIT = examples.head(2, loss=2.5, heldout_loss=2.75, busy=0.5, shares={ANN: Share(tokens=100, steps=4)})
+COMMIT = examples.head(
+    2,
+    loss=2.5,
+    heldout_loss=2.75,
+    busy=0.5,
+    choices=((4, 4, 4, 4), (8, 8, 0, 0)),
+    shares={ANN: Share(tokens=100, steps=4)},
+)
 EVIL = '<img src=x onerror="document.title=1">'
 
 
@@ -112,6 +119,7 @@ def test_the_state_is_the_snapshot_that_was_published_last(tmp_path: Path) -> No
         state = served.state()
         assert (state["round"], state["loss"], state["experts_covered"]) == (2, 2.5, 2)
         assert {node["name"] for node in state["nodes"]} == {"ann", EVIL}
+        assert state["dead_experts"] == [[1, 2], [1, 3]] and state["expert_load"][1] == [0.5, 0.5, 0, 0]
         assert state["phases"][-1]["reason"] == "round 3: up to 4 steps"
         assert served.ask("/readyz")[0] == served.ask("/healthz")[0] == 200
 
@@ -223,6 +231,7 @@ def test_metrics_are_open_metrics_with_base_units(tmp_path: Path) -> None:
         assert values["spes_tokens_processed_total",] == 1000
         assert values["spes_experts_covered_ratio",] == 0.5 and values["spes_utilisation_ratio",] == 0.5
         assert values["spes_bytes_total", "sent"] == 7
+        assert values["spes_dead_experts",] == 2 and values["spes_expert_load_ratio", "0"] == 0.375
         assert values["spes_swarm_nodes", "training"] == 1 and values["spes_swarm_nodes", "lost"] == 0
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from statistics import fmean
 from typing import get_args
 
 from prometheus_client import CollectorRegistry
@@ -9,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from node.expert_load import dead, shares
 from node.snapshot import Snapshot
 from swarm.manifest import PROTOCOL
 from swarm.records import State
@@ -67,6 +69,16 @@ class _Metrics(Collector):
             yield _gauge("spes_round_training_seconds", "Training part of the last round", document.train_seconds)
             if document.reduce_seconds:
                 yield _gauge("spes_round_averaging_seconds", "Rest of the last round", document.reduce_seconds[-1])
+        if document.choices:
+            yield _gauge(
+                "spes_dead_experts", "Experts of all layers that get almost no tokens", len(dead(document.choices))
+            )
+            load = GaugeMetricFamily(
+                "spes_expert_load_ratio", "Share of the choices, mean over layers", labels=["expert"]
+            )
+            for expert, layers in enumerate(zip(*shares(document.choices), strict=True)):
+                load.add_metric([str(expert)], fmean(layers))
+            yield load
         if document.heldout_loss is not None:
             yield _gauge(
                 "spes_heldout_loss", "Held-out loss before the last round, nats per token", document.heldout_loss

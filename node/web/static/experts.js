@@ -1,7 +1,7 @@
 // Who trains which expert: a table of nodes and experts.
 
 import { html } from "./vendor/preact-htm.js";
-import { short } from "./format.js";
+import { percent, short } from "./format.js";
 
 const FRESH_ROUNDS = 1;
 
@@ -14,6 +14,7 @@ export function ExpertMap({ state, facts, live }) {
   const rows = live
     ? state.nodes.filter((node) => node.role === "trainer" && (node.experts.length || node.state !== "left"))
     : Object.keys(facts?.owners ?? {}).map((id) => known.get(id) ?? { id, name: short(id), state: "left" });
+  const load = state.expert_load;
   const orphans = experts.filter((expert) => !(owners[expert] ?? []).length);
   return html`<section aria-labelledby="experts-title">
     <h2 id="experts-title">Experts</h2>
@@ -34,10 +35,35 @@ export function ExpertMap({ state, facts, live }) {
         <tfoot>
           <tr><th scope="row">owners</th>${experts.map((expert) => html`<td key=${expert} class=${(owners[expert] ?? []).length ? "" : "orphan"}>${(owners[expert] ?? []).length}</td>`)}</tr>
           ${live && html`<tr><th scope="row">rounds behind</th>${experts.map((expert) => html`<td key=${expert} class=${behind(state, expert) > FRESH_ROUNDS ? "orphan" : ""}>${behind(state, expert)}</td>`)}</tr>`}
+          ${live && load.length > 0 && html`<tr><th scope="row">share of tokens</th>${experts.map((expert) => html`<td key=${expert}>${percent(mean(load.map((layer) => layer[expert])))}</td>`)}</tr>`}
         </tfoot>
       </table>
     </div>
+    ${live && load.length > 0 && html`<${Load} state=${state} experts=${experts} />`}
   </section>`;
+}
+
+/** What the routers of each layer choose, darker for more. */
+function Load({ state, experts }) {
+  const dead = new Set(state.dead_experts.map(([layer, expert]) => `${layer} ${expert}`));
+  return html`<details class="load" open=${dead.size > 0}>
+    <summary class=${dead.size ? "bad" : ""}>${dead.size ? `${dead.size} of ${state.run.layers * state.experts} experts get almost no tokens` : "Every expert gets tokens in every layer"}</summary>
+    <div class="scroll" tabindex="0" role="group" aria-label="Load of the experts by layer">
+      <table class="map">
+        <thead><tr><th scope="col">layer</th>${experts.map((expert) => html`<th scope="col" key=${expert}>${expert}</th>`)}</tr></thead>
+        <tbody>${state.expert_load.map((row, layer) => html`<tr key=${layer}>
+          <th scope="row">${layer}</th>
+          ${row.map((share, expert) => html`<td key=${expert} class=${dead.has(`${layer} ${expert}`) ? "orphan" : ""} title=${`layer ${layer}, expert ${expert}: ${(100 * share).toFixed(1)}% of the choices`}>
+            <span class="heat" style=${{ opacity: Math.min(1, (share * row.length) / 3) }}></span><span class="share">${Math.round(100 * share)}</span></td>`)}
+        </tr>`)}</tbody>
+      </table>
+    </div>
+    <p class="told">Per cent of the choices of a layer's router on held-out text, before the last round; even is ${(100 / state.experts).toFixed(1)}.</p>
+  </details>`;
+}
+
+function mean(values) {
+  return values.reduce((sum, value) => sum + value, 0) / values.length;
 }
 
 function Cell({ node, expert, held, lost, behind, state }) {
