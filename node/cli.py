@@ -34,7 +34,9 @@ EXAMPLES = """examples:
   spes-node new demo -o run.toml          write a run file to edit
   spes-node bootstrap run.toml            start the run; prints the join line
   spes-node join --peers /ip4/...         take part, with everything else from the run
-  spes-node status --peers /ip4/...       look at the swarm
+  spes-node status                        what the node on this box sees
+  spes-node pause, resume, leave          what it should do
+  spes-node status --peers /ip4/...       look at the swarm from elsewhere
   spes-node dashboard --peers /ip4/...    look at it in a browser
 """
 
@@ -119,8 +121,17 @@ def build_parser() -> argparse.ArgumentParser:
     simulate.add_argument("-o", "--output", type=Path, metavar="FILE", help="a line of JSON for each round")
 
     status = commands.add_parser("status", help="show the nodes, who trains which experts, round and loss")
-    _add_peers(status)
+    _add_peers(status, required=False)
+    _add_home(status)
     status.add_argument("--json", action="store_true", help="for programs")
+
+    ping = commands.add_parser("ping", help="how far a node is, and what it has")
+    ping.add_argument("node", metavar="NODE", help="its name, or the end of its id")
+    ping.add_argument("--count", type=_positive, default=4, metavar="N", help="default: 4")
+    ping.add_argument("--json", action="store_true", help="for programs")
+    _add_peers(ping)
+
+    _add_to_a_node(commands)
 
     dashboard = commands.add_parser("dashboard", help="the page of a swarm, without taking part in it")
     _add_peers(dashboard)
@@ -142,7 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="train on these instead")
     demo.add_argument("-o", "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     demo.add_argument("--rounds", type=_positive, metavar="N", help="stop after N rounds")
-    for command in (start, join, seed, status, dashboard):
+    for command in (start, join, seed, status, ping, dashboard):
         command.add_argument("-v", "--verbose", action="store_true", help="log what is tried and what fails, too")
     return parser
 
@@ -175,13 +186,46 @@ def _add_upcycle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of noise and routers (default: 0)")
 
 
-def _add_peers(parser: argparse.ArgumentParser) -> None:
+def _add_to_a_node(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Commands for the node that runs on this box."""
+    for name, does in (
+        ("pause", "stop training and keep serving; what was reached in this round is handed in"),
+        ("finish", "train this round to its end, then pause"),
+        ("resume", "train again after a pause"),
+    ):
+        _add_home(commands.add_parser(name, help=does))
+    leave = commands.add_parser("leave", help="end the node when its round has ended")
+    leave.add_argument("--now", action="store_true", help="do not wait for the end of the round")
+    _add_home(leave)
+    invite = commands.add_parser("invite", help="print the line with which others join")
+    invite.add_argument("--json", action="store_true", help="for programs")
+    _add_home(invite)
+    identity = commands.add_parser("identity", help="the key that makes this node the one it is")
+    actions = identity.add_subparsers(dest="action", metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="its name, its id, and where the key is")
+    show.add_argument("--json", action="store_true", help="for programs")
+    _add_home(show)
+    for name, does in (
+        ("backup", "copy the key to a file, which only you can read"),
+        ("import", "take the key from a file, where there is none yet"),
+    ):
+        action = actions.add_parser(name, help=does)
+        action.add_argument("file", type=Path, metavar="FILE")
+        _add_home(action)
+
+
+def _add_home(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--home", type=Path, metavar="DIR", help="folder of the node (default: as for join)")
+
+
+def _add_peers(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     parser.add_argument(
         "--peers",
         nargs="+",
-        required=True,
+        required=required,
         metavar="ADDR",
-        help="addresses from the join line; one that answers is enough",
+        help="addresses from the join line; one that answers is enough"
+        + ("" if required else " (default: ask the node on this box)"),
     )
     parser.add_argument("--run", metavar="ID", help="beginning of the run's id, when the swarm holds several")
 

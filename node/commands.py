@@ -139,10 +139,10 @@ def bootstrap(options: argparse.Namespace) -> None:
             start=start,
             say=console.say,
         )
-        reporter = Reporter(manifest, identity.node_id, store, on_state=console.state, on_round=console.round)
+        reporter = Reporter(manifest, identity.node_id, store, home, on_state=console.state, on_round=console.round)
 
         async def serve_with_page() -> None:
-            async with reporter.page(place, home) as page:
+            async with reporter.page(place) as page:
                 await serve(
                     manifest,
                     identity=identity,
@@ -313,9 +313,54 @@ def simulate(options: argparse.Namespace) -> None:
 
 def status(options: argparse.Namespace) -> None:
     """Report on a swarm."""
-    from node.status import report
+    from node.status import report, show
 
-    run_async(report(options.peers, options.run, as_json=options.json), verbose=options.verbose)
+    if options.peers:
+        run_async(report(options.peers, options.run, as_json=options.json), verbose=options.verbose)
+    else:
+        show(options.home or default_home("node"), as_json=options.json)
+
+
+def ping(options: argparse.Namespace) -> None:
+    """Measure how far a node is."""
+    from node.ping import ping as ping_node
+
+    run_async(
+        ping_node(options.peers, options.run, options.node, options.count, as_json=options.json),
+        verbose=options.verbose,
+    )
+
+
+def tell(options: argparse.Namespace) -> None:
+    """Tell the node on this box what to do."""
+    from node.control import ask
+
+    request = {"do": options.command} | ({"now": options.now} if options.command == "leave" else {})
+    print(ask(options.home or default_home("node"), request)["said"])
+
+
+def invite(options: argparse.Namespace) -> None:
+    """Print the line with which others join the swarm through the node on this box."""
+    from node.control import ask
+    from node.invitation import invitation
+
+    invitation(ask(options.home or default_home("node"), {"do": "state"}), as_json=options.json)
+
+
+def identity(options: argparse.Namespace) -> None:
+    """Show, copy or take over a key."""
+    from node import identity_file
+
+    path = (options.home or default_home("node")) / "identity.key"
+    match options.action:
+        case "show":
+            identity_file.show(path, as_json=options.json)
+        case "backup":
+            identity_file.copy(path, options.file)
+            print(f"{options.file} holds the key of this node. Whoever has it can take its place")
+        case "import":
+            identity_file.copy(options.file, path)
+            identity_file.show(path, as_json=False)
 
 
 def dashboard(options: argparse.Namespace) -> None:
@@ -372,6 +417,13 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "plan": plan,
     "simulate": simulate,
     "status": status,
+    "ping": ping,
+    "pause": tell,
+    "finish": tell,
+    "resume": tell,
+    "leave": tell,
+    "invite": invite,
+    "identity": identity,
     "dashboard": dashboard,
     "export": export,
     "upcycle": upcycle,

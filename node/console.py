@@ -105,7 +105,7 @@ class Console:
         now = time.monotonic()
         if state != self._state:
             self._state, self._since = state, now
-        held_up = state in ("syncing", "waiting", "merging") and now - self._since > LASTING_SECONDS
+        held_up = state in ("syncing", "waiting", "merging", "paused") and now - self._since > LASTING_SECONDS
         if reason != self._reason and held_up and now - self._shown > REASON_SECONDS:
             self._reason, self._shown = reason, now
             self.say(reason)

@@ -82,7 +82,9 @@ async def join(settings: NodeSettings, identity: Identity, tell: Listeners) -> N
         tell.say(f"run {run.name} {manifest.digest[:12]}: loading the model and the text")
         trainer = await TrainerProcess.start(run, settings.trainer, tell.on_progress)
         addresses = await network.addresses()
-        reporter = Reporter(manifest, identity.node_id, store, on_state=tell.on_state, on_round=tell.on_round)
+        reporter = Reporter(
+            manifest, identity.node_id, store, settings.home, on_state=tell.on_state, on_round=tell.on_round
+        )
         participant = Participant(
             manifest,
             identity=identity,
@@ -101,7 +103,7 @@ async def join(settings: NodeSettings, identity: Identity, tell: Listeners) -> N
             on_commit=reporter.commit,
             on_state=reporter.state,
         )
-        async with reporter.page(settings.page, settings.home) as page:
+        async with reporter.page(settings.page) as page:
             tell.on_joined(Joined(manifest=run, home=settings.home, addresses=addresses, page=page, trainer=trainer))
             await live(participant, [network.watch(), trainer.watch(), reporter.watch(participant)], tell.say)
     finally:

@@ -62,7 +62,7 @@ async def serve(
         run = manifest.document
         store = ShardStore.open(run_folder(settings.home, manifest), manifest.digest)
         write_durably(store.folder / "manifest", manifest.wire)
-        reporter = Reporter(manifest, identity.node_id, store, on_state=on_state, on_round=on_round)
+        reporter = Reporter(manifest, identity.node_id, store, settings.home, on_state=on_state, on_round=on_round)
         addresses = await network.addresses()
         record = NodeRecord(
             run=manifest.digest, version=VERSION, name=settings.name, role="seed", addresses=tuple(addresses[:4])
@@ -77,7 +77,7 @@ async def serve(
             on_commit=reporter.commit,
             on_state=reporter.state,
         )
-        async with reporter.page(settings.page, settings.home) as page:
+        async with reporter.page(settings.page) as page:
             on_joined(run, settings.home, addresses, page)
             await live(participant, [network.watch(), reporter.watch(participant)], say, stay=True)
     finally:

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from node.control import ask
 from node.observer import Observer
 from node.remote_commits import read_commit
 from node.snapshot import as_json as to_json
@@ -32,6 +34,12 @@ async def report(peers: Sequence[str], run_id: str | None, *, as_json: bool) -> 
         await network.close()
     summary = summarise(manifest, view, commit, stage)
     print(json.dumps(summary, indent=2) if as_json else as_text(summary))
+
+
+def show(home: Path, *, as_json: bool) -> None:
+    """Print the state of the swarm as the node in this folder sees it. Raises UserError when none runs there."""
+    state = ask(home, {"do": "state"})
+    print(json.dumps(state, indent=2) if as_json else as_text(state))
 
 
 def summarise(

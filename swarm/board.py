@@ -96,6 +96,10 @@ class Board:
         """Note that a node is there."""
         self.lost.pop(node, None)
 
+    def come_back(self, node: str) -> None:
+        """Note that a node that has left takes part again."""
+        self._left.pop(node, None)
+
     def meet(self, node: str, digest: str, number: int) -> None:
         """Note that a peer has told what its head is."""
         self.hear(node)

@@ -91,6 +91,13 @@ class Identity:
             raise
 
     @classmethod
+    def read(cls, path: Path) -> Self:
+        """The key at `path`, which a daemon may be using: to look at. Raises UserError when it is not such a key."""
+        if not path.exists():
+            raise UserError(f"{path}: there is no identity yet; the first start of a node makes one")
+        return cls(_load(path), path)
+
+    @classmethod
     def ephemeral(cls) -> Self:
         """A new key that is never written anywhere, for commands that only read the swarm."""
         return cls(RSAPrivateKey())

@@ -30,6 +30,7 @@ from swarm.trainer import Trainer
 
 HANDOVER_SECONDS = 10.0
 """A node that leaves serves its moments to those who take over, at most this long."""
+PAUSED = "paused: it keeps and serves the state of the run, and trains again when it is told to"
 FAREWELL_SECONDS = 20.0
 """After the last round a node serves its peers until they have the final state, at most this long."""
 
@@ -101,6 +102,10 @@ class Participant:
         self._idle: State = "waiting" if trainer is not None else "following"
         """The state of this node when it does nothing itself."""
         self._patience = self._context.patience(lambda text: self._tell(self._idle, text))
+        self._wants_pause = False
+        self._paused = False
+        self._work = {"role": record.role, "capacity": record.capacity}
+        """What the record says while this node trains."""
 
     # what peers ask (exchange.Handler)
 
@@ -165,6 +170,7 @@ class Participant:
             beat = group.create_task(self.membership.beat())
             await self._synchronise()
             while not self.is_finished():
+                await self._heed()
                 await self._advance()
             await self._finish()
             beat.cancel()
@@ -172,6 +178,56 @@ class Participant:
     def is_finished(self) -> bool:
         """Whether the head is the run's last round."""
         return 0 < self.manifest.round.total <= self.replica.head.document.round
+
+    def pause(self, *, at_once: bool = False) -> None:
+        """Train nothing more from the end of the round on, but keep the state, follow and serve, until `resume`.
+
+        Args:
+            at_once: end the training of the round after the step it is in; what was reached is handed in.
+        """
+        self._wants_pause = True
+        if at_once and self._trainer is not None:
+            self._trainer.stop()
+        self.board.notify()
+
+    def resume(self) -> None:
+        """Train again from the next round on."""
+        self._wants_pause = False
+        self.board.notify()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether this node trains nothing, because it was told to."""
+        return self._paused
+
+    async def until_paused(self) -> None:
+        """Wait until a node that was told to pause has done so; one that trains nothing anyway has."""
+        while self._trainer is not None and self._wants_pause and not self._paused:
+            if self.replica.store.head is None or self.is_finished():
+                return
+            await self.board.changed(LOOK_SECONDS)
+
+    @property
+    def _trains(self) -> bool:
+        return self._trainer is not None and not self._paused
+
+    async def _heed(self) -> None:
+        """Between two rounds: stop training, or begin again, if that is wanted."""
+        if self._trainer is None or self._wants_pause == self._paused:
+            return
+        if self._wants_pause:
+            moments = await self._moments_for_others()
+            self._paused, self._handed_in = True, None
+            self._trainer.stop()  # nothing is trained ahead, either
+            self.membership.update(role="seed", capacity=0, experts=(), state="paused", reason=PAUSED)
+            number = self.replica.head.document.round
+            self._context.publish(Leave(run=self.run_id, node=self._me, round=number, moments=moments))
+            self._tell("paused", PAUSED)
+        else:
+            self._paused = False
+            self.board.come_back(self._me)
+            self.membership.update(**self._work, state="waiting", reason="is back from a pause")
+            self._claim()
 
     async def leave(self) -> None:
         """Tell everybody that nobody should wait for this node, withdraw its leases, and hand over what only it has of
@@ -190,7 +246,7 @@ class Participant:
         """The moments of the experts that somebody else has room for, in files that peers can fetch."""
         head, view = self.replica.head.document, self.membership.view
         capacity = {node: record.capacity for node, record in view.trainers().items() if node != self._me}
-        if self._trainer is None or not capacity:
+        if self._trainer is None or self._paused or not capacity:
             return {}
         heirs = claims(self.manifest, self.run_id, head, capacity, view.without(self._me).holders())
         wanted = {expert for experts in heirs.values() for expert in experts} & set(self.membership.experts)
@@ -203,7 +259,7 @@ class Participant:
 
     def _inherit(self, leave: Leave) -> None:
         """Fetch the moments of the experts that fall to this node when another one leaves."""
-        if self._trainer is None or not leave.moments or leave.node == self._me:
+        if not self._trains or not leave.moments or leave.node == self._me:
             return
         head, view = self.replica.head.document, self.membership.view.without(leave.node)
         capacity = {node: record.capacity for node, record in view.trainers().items()}
@@ -223,7 +279,7 @@ class Participant:
                 await asyncio.sleep(LOOK_SECONDS)
         self.replica.announce()
         self.board.advance(self.replica.head.document.round)
-        if self._trainer is not None:
+        if self._trains and not self._wants_pause:
             self._claim()
 
     def _claim(self) -> None:
@@ -245,7 +301,7 @@ class Participant:
             self._given_up.add(plan.digest)
             return
         commit: Signed[Commit] | None
-        if self._trainer is not None and self._me in plan.document.roster:
+        if self._trainer is not None and self._trains and self._me in plan.document.roster:
             self.membership.lease(plan.document.owners.get(self._me, ()))
             self._round = Round(self._context, plan, base, self._trainer, self._handed_in, self._find_plan)
             commit = await self._round.run()
@@ -254,7 +310,9 @@ class Participant:
             self._tell("following", f"round {plan.document.round} is in progress without this node")
             commit = await self._watch(plan, base)
         if commit is None:
-            if all(self.board.excused(node, plan.document.round) for node in plan.document.roster if node != self._me):
+            others = plan.document.roster.keys() - {self._me}
+            # who is alone in it may try again, and would make the same plan
+            if others and all(self.board.excused(node, plan.document.round) for node in others):
                 self._given_up.add(plan.digest)
             await self._catch_up()
         else:
@@ -334,12 +392,13 @@ class Participant:
         """The plan that follows the head: somebody's, or this node's own; None when the head has moved instead."""
         self._tell(self._idle, f"round {self.replica.head.document.round + 1} is being planned")
         head = self.replica.head.digest
-        self._report()
+        if self._trains:
+            self._report()
         await self._catch_up()  # whoever was away must not go on alone where the others have left
         await self._give_way()
         if self.replica.head.digest != head:
             return None
-        lead = asyncio.create_task(Planner(self._context, self._given_up).run()) if self._trainer is not None else None
+        lead = asyncio.create_task(Planner(self._context, self._given_up).run()) if self._trains else None
         try:
             while True:
                 if (plan := await self.board.until(self._find_plan, LOOK_SECONDS)) is not None:
@@ -352,7 +411,7 @@ class Participant:
                     await self._adopt(commit, list(commit.document.owners))
                 else:
                     await self._catch_up()
-                if self.replica.head.digest != head:
+                if self.replica.head.digest != head or self._wants_pause != self._paused:
                     return None
         finally:
             if lead is not None:
@@ -425,5 +484,7 @@ class Participant:
             return
 
     def _tell(self, state: State, reason: str) -> None:
+        if self._paused and state in ("paused", "waiting", "following"):
+            state, reason = "paused", PAUSED
         self.membership.note(state=state, reason=reason[:120])
         self._on_state(state, reason)

@@ -16,7 +16,9 @@ from swarm.manifest import PROTOCOL
 BUCKETS = 16
 """DHT keys that the records of a run are spread over, so that the few nodes that keep one have little of them each."""
 
-State = Literal["starting", "syncing", "waiting", "merging", "training", "averaging", "following", "finished", "left"]
+State = Literal[
+    "starting", "syncing", "waiting", "merging", "training", "averaging", "following", "paused", "finished", "left"
+]
 Text = Field(max_length=120)
 MOST_NAME = 40
 """Of a node's name, so many letters are shown."""

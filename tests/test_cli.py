@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -341,3 +342,50 @@ def test_a_run_is_simulated_round_by_round(run_file: Path, tmp_path: Path, capsy
     assert [(line["round"], line["nodes"], line["covered"]) for line in lines] == [(1, 4, 4), (2, 4, 4)]
     change_settings(run_file, {"round.total": 0})
     assert "--rounds N" in refused(capsys, "simulate", run_file)
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(240)
+def test_a_node_pauses_resumes_and_leaves_as_it_is_told(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_settings(run_file, {"round.total": 0, "round.start_nodes": 1})
+    with LocalSwarm(tmp_path) as swarm:
+        swarm.start_rendezvous(run_file)
+        node = swarm.start_node("ann")
+        home = ["--home", str(node.home)]
+
+        def me() -> dict[str, Any]:
+            capsys.readouterr()
+            try:
+                main(["status", "--json", *home])
+            except SystemExit:
+                return {"state": "not there", "round": -1}
+            state = json.loads(capsys.readouterr().out)
+            found: dict[str, Any] = next((each for each in state["nodes"] if each["id"] == state["me"]), {})
+            return found
+
+        def until(condition: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+            deadline = time.monotonic() + 90
+            while not condition(seen := me()):
+                assert time.monotonic() < deadline, f"{what}: {seen}\n{node.log.read_text()}"
+                time.sleep(0.2)
+            return seen
+
+        until(lambda seen: seen.get("round", 0) > 0, "it trains")
+        main(["pause", *home])
+        paused = until(lambda seen: seen["state"] == "paused", "it pauses")
+        assert paused["experts"] == []
+        node.process.kill()
+        node.process.wait()
+        node = swarm.start_node("ann")
+        again = until(lambda seen: seen.get("state") == "paused", "it stays paused when it is started again")
+        assert again["round"] == paused["round"]
+        main(["ping", "ann", "--peers", swarm.address, "--count", "2", "--json"])
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["id"], answer["round"], len(answer["milliseconds"])) == (again["id"], again["round"], 2)
+        main(["resume", *home])
+        until(lambda seen: seen["round"] > again["round"], "it trains again")
+        main(["leave", *home])
+        assert node.process.wait(timeout=60) == 0
+    assert "no node runs in" in refused(capsys, "status", *home)

@@ -3,6 +3,7 @@
 import asyncio
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from swarm.ranking import ranked
 from swarm.replica import Replica
 from swarm.shard_names import expert_of, trained
 from swarm.store import KEPT_COMMITS
+from swarm.trainer import Task, Work
 from tests.accounts import LEFT_TO_THE_COLLECTOR, Accounts, require_every_block_once, require_marks, require_means, used
 
 pytestmark = [
@@ -458,6 +460,64 @@ def test_a_node_that_leaves_hands_over_its_experts_with_their_moments(tmp_path: 
             for name in mine:
                 heir = next(node for node in swarm.running if expert_of(name) in head.owners[node.id])
                 assert heir.trainer.inherited.get(name) == moments_of(leaver.id, name)
+            require_every_block_once(accounts.chain(swarm), nodes)
+
+    uvloop.run(scenario())
+
+
+def test_who_is_alone_tries_a_round_again_that_has_led_to_nothing(tmp_path: Path) -> None:
+    """The plan that it makes then is the same one."""
+    accounts = Accounts()
+
+    async def scenario() -> None:
+        async with Swarm(tmp_path, on_commit=accounts.note, start_nodes=1) as swarm:
+            node = swarm.add()
+            train, tries = node.trainer.train, list[int]()
+
+            async def in_vain_twice(task: Task) -> Work:
+                tries.append(task.round)
+                return (
+                    replace(await train(task), tokens=0, steps=0, used_blocks=0, shards={})
+                    if len(tries) < 3
+                    else await train(task)
+                )
+
+            node.trainer.train = in_vain_twice  # type: ignore[method-assign]
+            await swarm.start(node)
+            await swarm.rounds(2)
+            assert tries[:3] == [1, 1, 1]
+            require_every_block_once(accounts.chain(swarm), [node])
+
+    uvloop.run(scenario())
+
+
+def test_a_paused_node_hands_over_follows_and_trains_again_when_it_is_told_to(tmp_path: Path) -> None:
+    accounts = Accounts()
+
+    async def scenario() -> None:
+        async with Swarm(tmp_path, on_commit=accounts.note, start_nodes=3, margin_seconds=8.0) as swarm:
+            nodes = [swarm.add() for _ in range(3)]
+            await swarm.start(*nodes)
+            await swarm.rounds(3)
+            usual = statistics.median(nodes[0].seconds[1:])
+            one = max(nodes, key=lambda node: len(node.head.owners[node.id]))
+            others = [node for node in nodes if node is not one]
+            one.participant.pause()
+            await swarm.until(lambda: one.participant.is_paused, "the round ends and the node pauses")
+            held = {expert for experts in others[0].head.owners.values() for expert in experts}
+            at, paused_at = [len(node.seconds) for node in others], one.round
+            await swarm.rounds(3)
+            for node, before in zip(others, at, strict=True):
+                assert max(node.seconds[before:]) < usual + 3.0, "nobody waits for who has paused"
+            head = others[0].head
+            assert one.id not in head.owners and head.experts_covered == held == frozenset(range(4))
+            await swarm.until(lambda: one.round >= paused_at + 3, "the paused node follows")
+            record = one.participant.membership.record
+            assert (record.role, record.state, record.experts) == ("seed", "paused", ())
+            one.participant.resume()
+            await swarm.until(lambda: one.id in others[0].head.shares, "it trains again")
+            assert one.head.owners[one.id]
+            await swarm.rounds(2)
             require_every_block_once(accounts.chain(swarm), nodes)
 
     uvloop.run(scenario())

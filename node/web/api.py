@@ -18,7 +18,7 @@ from node.web.metrics import CONTENT_TYPE, exposition
 from swarm.documents import Commit
 
 STATIC = Path(str(files("node.web"))) / "static"
-READY_STATES = frozenset({"training", "averaging", "merging", "following", "waiting", "finished"})
+READY_STATES = frozenset({"training", "averaging", "merging", "following", "paused", "waiting", "finished"})
 """States of a node that holds the state of the run."""
 SILENCE_SECONDS = 10.0
 """A stream of events says at least so often that it lives."""

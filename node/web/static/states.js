@@ -5,6 +5,7 @@ export const STATES = {
   averaging: { sign: "⇄", tone: "good", means: "hands in its work and fetches the results of the others" },
   merging: { sign: "⧉", tone: "good", means: "merges experts that resemble each other" },
   following: { sign: "◇", tone: "calm", means: "keeps the state of the run and passes it on, without training" },
+  paused: { sign: "‖", tone: "calm", means: "was told to train nothing; it keeps and serves the state" },
   finished: { sign: "✓", tone: "calm", means: "the run is complete" },
   waiting: { sign: "◔", tone: "wait", means: "waits for others, who are named" },
   syncing: { sign: "↓", tone: "wait", means: "fetches the state of the run" },
