@@ -33,6 +33,7 @@ DISK_ERRORS = {
 EXAMPLES = """examples:
   spes-node new demo -o run.toml          write a run file to edit
   spes-node bootstrap run.toml            start the run; prints the join line
+  spes-node doctor --peers /ip4/...       see first whether this box can
   spes-node join --peers /ip4/...         take part, with everything else from the run
   spes-node status                        what the node on this box sees
   spes-node pause, resume, leave          what it should do
@@ -81,6 +82,17 @@ def build_parser() -> argparse.ArgumentParser:
     join.add_argument("--threads", type=_positive, default=0, metavar="N", help="CPU threads of the trainer")
     _add_tokenizer(join)
     _add_place(join, "0.0.0.0:0")
+
+    doctor = commands.add_parser("doctor", help="try all that joining needs, before anything large is fetched")
+    _add_peers(doctor, required=False, otherwise="only this box is looked at")
+    doctor.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="as for join")
+    doctor.add_argument("--experts", type=_positive, metavar="N", help="as for join")
+    doctor.add_argument("--device", default="auto", metavar="DEVICE", help="as for join")
+    doctor.add_argument("--listen", default="0.0.0.0:0", metavar="HOST:PORT", help="as for join")
+    doctor.add_argument("--announce", nargs="+", default=[], metavar="ADDR", help="as for join")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    _add_tokenizer(doctor)
+    _add_home(doctor)
 
     seed = commands.add_parser("seed", help="keep and serve the state of a run, without a GPU and without training")
     _add_peers(seed)
@@ -153,7 +165,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="train on these instead")
     demo.add_argument("-o", "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     demo.add_argument("--rounds", type=_positive, metavar="N", help="stop after N rounds")
-    for command in (start, join, seed, status, ping, dashboard):
+    for command in (start, join, doctor, seed, status, ping, dashboard):
         command.add_argument("-v", "--verbose", action="store_true", help="log what is tried and what fails, too")
     return parser
 
@@ -218,14 +230,16 @@ def _add_home(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--home", type=Path, metavar="DIR", help="folder of the node (default: as for join)")
 
 
-def _add_peers(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def _add_peers(
+    parser: argparse.ArgumentParser, *, required: bool = True, otherwise: str = "ask the node on this box"
+) -> None:
     parser.add_argument(
         "--peers",
         nargs="+",
         required=required,
         metavar="ADDR",
         help="addresses from the join line; one that answers is enough"
-        + ("" if required else " (default: ask the node on this box)"),
+        + ("" if required else f" (default: {otherwise})"),
     )
     parser.add_argument("--run", metavar="ID", help="beginning of the run's id, when the swarm holds several")
 

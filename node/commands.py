@@ -210,6 +210,31 @@ def join(options: argparse.Namespace) -> None:
         run_async(join_run(settings, identity, tell), verbose=options.verbose)
 
 
+def doctor(options: argparse.Namespace) -> None:
+    """Rehearse joining; exits with 1 when something would fail."""
+    from node.doctor import Rehearsal, diagnose
+
+    rehearsal = Rehearsal(
+        peers=options.peers or [],
+        run_id=options.run,
+        home=options.home or default_home("node"),
+        listen=[multiaddress(options.listen)],
+        announce=options.announce,
+        data=options.data,
+        tokenizer=options.tokenizer,
+        device=options.device,
+        experts=options.experts,
+    )
+    check_announced(options.announce)
+    passed = list[bool]()
+
+    async def rehearse() -> None:
+        passed.append(await diagnose(rehearsal, as_json=options.json))
+
+    run_async(rehearse(), verbose=options.verbose)
+    sys.exit(not passed[0])
+
+
 def seed(options: argparse.Namespace) -> None:
     """Keep and serve the state of a run without training."""
     from node.seed import SeedSettings, serve
@@ -413,6 +438,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "new": new,
     "bootstrap": bootstrap,
     "join": join,
+    "doctor": doctor,
     "seed": seed,
     "plan": plan,
     "simulate": simulate,

@@ -231,6 +231,7 @@ class Simulation:
             exchange=_Nowhere(),
             margin=0.0,
             complain=complain,
+            rate=self.manifest.document.round.outer_rate,
         )
 
     def _train_ahead(self, node: NodeId) -> None:

@@ -29,6 +29,7 @@ class Averaging:
             exchange=context.exchange,
             margin=context.margin,
             complain=context.complain,
+            rate=context.manifest.round.outer_rate,
             excused=tally.excused,
         )
         self._possible = [name for name, nodes in tally.order.items() if context.me in nodes]

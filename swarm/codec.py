@@ -227,7 +227,12 @@ def average(
         _encode_with_feedback(encoding, means, left, sink, new_residual)
 
 
-def apply(encoding: Encoding, base: Path, encoded: Path, sink: Sink) -> None:
+def is_applied(encoding: Encoding, rate: float) -> bool:
+    """Whether the new values are made from the old ones and a result, and are not the result itself."""
+    return rate != 1 or not carries_values(encoding)
+
+
+def apply(encoding: Encoding, base: Path, encoded: Path, sink: Sink, rate: float = 1.0) -> None:
     """Write the values of a shard after a result, fp32: the same bits on every machine.
 
     Args:
@@ -235,6 +240,7 @@ def apply(encoding: Encoding, base: Path, encoded: Path, sink: Sink) -> None:
         base: fp32 values of the last commit.
         encoded: the result: a delta that is added to them, or, with `fp32`, the new values.
         sink: receives the new values.
+        rate: part of the change that is taken over: base + rate * (value - base), one fp32 operation after the other.
 
     Raises:
         ValueError: `encoded` has not the shard's size.
@@ -242,9 +248,13 @@ def apply(encoding: Encoding, base: Path, encoded: Path, sink: Sink) -> None:
     """
     before = map_values(base)
     for span, values in zip(_spans(before.size), _decoded(encoding, encoded, before.size), strict=True):
-        if not carries_values(encoding):
+        if is_applied(encoding, rate):
             with np.errstate(over="ignore", invalid="ignore"):
-                values += before[span]
+                change = _subtract(values, before[span]) if carries_values(encoding) else values
+                if rate != 1:
+                    change *= np.float32(rate)
+                change += before[span]
+            values = change
         sink.write(encode("fp32", values))
 
 

@@ -49,6 +49,9 @@ class RoundSettings(Settings):
     """Held-out blocks that the swarm evaluates together at the start of a round; 0 turns the evaluation off."""
     owners_per_expert: int = Field(default=1, gt=0, le=4096)
     """Owners that an expert gets where the nodes have room for it: their updates are averaged."""
+    outer_rate: float = Field(default=1.0, gt=0, le=1)
+    """Part of the averaged change of a round that the new state takes over, for all shards; 1 for all of it. Less than
+    that steadies what was trained apart, see docs/method.md."""
     overlap: bool = True
     """Whether nodes go on training while they synchronise; what they train meanwhile counts in the next round. See
     docs/encodings.md for what that costs."""

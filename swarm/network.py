@@ -43,6 +43,8 @@ BEAM = 8
 MAX_BOOK = 1024
 """Peers kept in the address book."""
 
+UNDIALLED = "peers cannot dial this node: forward the port of --listen, and name it with --announce"
+
 log = logging.getLogger(__name__)
 
 
@@ -68,6 +70,7 @@ def peer_of(address: str) -> NodeId:
 
 
 def _endpoint(address: str) -> tuple[str, int]:
+    """Host and port of a multiaddress. Raises ValueError."""
     parts = address.split("/")
     if len(parts) < 5 or parts[1] not in ("ip4", "ip6", "dns", "dns4", "dns6") or parts[3] != "tcp":
         raise ValueError(address)
@@ -180,6 +183,8 @@ class Network:
         self.identity = identity
         self.node_id = identity.node_id
         self.book = book
+        self.is_dialled = True
+        """Whether the peers that this node started from could dial it back, as they say."""
         self._daemon = daemon
         self._dht = dht
         self._subkey = subkey
@@ -259,7 +264,8 @@ class Network:
                 raise UserError(
                     f"the clock of this machine is off: {error}. Switch on time synchronisation (NTP)"
                 ) from None
-            log.warning("peers cannot dial this node: forward the port of --listen, and name it with --announce")
+            self.is_dialled = False
+            log.warning(UNDIALLED)
             return True
 
     @property

@@ -40,6 +40,7 @@ class Reducer:
         exchange: Fetcher,
         margin: float,
         complain: Callable[[str, str], None],
+        rate: float = 1.0,
         excused: Callable[[str], bool] = lambda node: False,
     ) -> None:
         """Args:
@@ -49,6 +50,7 @@ class Reducer:
         store, residuals, exchange: this node's.
         margin: seconds that a contribution may come later than half of the others.
         complain: told the node and the reason when a contribution is bad.
+        rate: part of the averaged change that is taken over.
         excused: whether nobody should wait for a node.
         """
         self._plan = plan
@@ -59,6 +61,7 @@ class Reducer:
         self._exchange = exchange
         self._margin = margin
         self._complain = complain
+        self._rate = rate
         self._excused = excused
         self._folder = store.scratch(plan.round)
         self._unreachable: set[str] = set()
@@ -147,9 +150,9 @@ class Reducer:
             )
             self._rounded.add(name)
         values = encoded.digest
-        if not codec.carries_values(encoding):
+        if codec.is_applied(encoding, self._rate):
             values = self._write(
-                name, lambda target: codec.apply(encoding, base, self._store.locate(encoded.digest), target)
+                name, lambda target: codec.apply(encoding, base, self._store.locate(encoded.digest), target, self._rate)
             ).digest
         return Result(encoded=encoded, values=values, contributors=tuple(sound))
 

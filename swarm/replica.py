@@ -110,8 +110,8 @@ class Replica:
         return self._result_writer(name, encoded, self.head.document)
 
     def _result_writer(self, name: str, encoded: Encoded, base: Commit) -> ObjectWriter:
-        # values are part of the state as they come
-        if codec.carries_values(self.encoding(name)):
+        # values may be part of the state as they come
+        if not codec.is_applied(self.encoding(name), self._manifest.round.outer_rate):
             return self.store.writer(encoded.digest, encoded.size)
         return self.store.scratch_writer(base.round + 1, encoded.digest, encoded.size)
 
@@ -131,17 +131,17 @@ class Replica:
         path = self.store.find(encoded.digest)
         if path is None or path.stat().st_size != self._encoded_size(name, base):
             return f"its result for {name} has the size of another shard"
-        encoding, shard = self.encoding(name), base.shards[name]
+        encoding, shard, rate = self.encoding(name), base.shards[name], self._manifest.round.outer_rate
         if not codec.is_finite(encoding, path):
             self.store.discard(encoded.digest)
             return f"its result for {name} is not finite"
-        if codec.carries_values(encoding):
+        if not codec.is_applied(encoding, rate):
             return "" if encoded.digest == values else f"its result for {name} does not have the digest it promised"
         if self.store.has(values):
             return ""
         try:
             with self.store.writer(values, shard.size) as target:
-                codec.apply(encoding, self.store.locate(shard.digest), path, target)
+                codec.apply(encoding, self.store.locate(shard.digest), path, target, rate)
                 target.finish()
         except (ValueError, FloatingPointError):
             return f"its result for {name} does not give the values it promised"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -389,3 +390,50 @@ def test_a_node_pauses_resumes_and_leaves_as_it_is_told(
         main(["leave", *home])
         assert node.process.wait(timeout=60) == 0
     assert "no node runs in" in refused(capsys, "status", *home)
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(240)
+def test_a_box_is_examined_before_it_joins(
+    run_file: Path, busy_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def examine(*options: object) -> tuple[int, dict[str, dict[str, str]]]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main(["doctor", "--json", "--home", str(tmp_path / "home"), *map(str, options)])
+        findings = json.loads(capsys.readouterr().out)
+        assert isinstance(exit_.value.code, int)
+        return exit_.value.code, {finding["code"]: finding for finding in findings}
+
+    def verdicts(findings: dict[str, dict[str, str]]) -> dict[str, str]:
+        return {code: finding["verdict"] for code, finding in findings.items()}
+
+    with LocalSwarm(tmp_path) as swarm:
+        swarm.start_rendezvous(run_file)
+        place = ["--listen", "127.0.0.1:0", "--device", "cpu"]
+        code, found = examine("--peers", swarm.address, *place)
+        assert (code, {*verdicts(found).values()}) == (0, {"ok"}), found
+        checks = "packages device home identity port peer clock dialled run memory disk text line"
+        assert [*found] == checks.split()
+        assert "blocks of 32 tokens" in found["text"]["text"] and "/s from one node" in found["line"]["text"]
+
+        wrong_key = swarm.address.rpartition("/")[0] + "/" + NOBODY
+        dead = f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"
+        code, found = examine("--peers", wrong_key, dead, *place)
+        assert code == 1 and found["swarm"]["verdict"] == "failed" and found["peer"]["verdict"] == "warning"
+        assert "connection refused" in found["peer"]["text"]
+
+        code, found = examine("--peers", swarm.address, "--listen", f"127.0.0.1:{busy_port}")
+        assert (code, verdicts(found)["port"], verdicts(found)["swarm"]) == (1, "failed", "skipped")
+
+        (tmp_path / "text.txt").write_text("other text")
+        code, found = examine("--peers", swarm.address, "--data", tmp_path / "text.txt", "--experts", 9, *place)
+        assert (code, verdicts(found)["text"], verdicts(found)["memory"]) == (1, "failed", "failed")
+    assert not (tmp_path / "home").exists(), "nothing was left behind"
+
+
+def test_every_check_is_explained() -> None:
+    root = Path(__file__).parent.parent
+    codes = set(re.findall(r'Finding\(\s*"(\w+)"', (root / "node" / "doctor.py").read_text()))
+    assert len(codes) > 10
+    assert codes <= set(re.findall(r"^\| `(\w+)` \|", (root / "docs" / "doctor.md").read_text(), re.MULTILINE))

@@ -61,6 +61,23 @@ def round_trip(encoding: Encoding, values: Values) -> Values:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+def test_a_part_of_the_change_is_taken_over_in_single_precision(
+    tmp_path: Path, encoding: Encoding, rate: float
+) -> None:
+    base, change = write(tmp_path / "base", wide(1)), wide(2)
+    encoded = tmp_path / "encoded"
+    encoded.write_bytes(codec.encode(encoding, change))
+    sink = io.BytesIO()
+    codec.apply(encoding, base, encoded, sink, rate)
+    told = codec.decode(encoding, encoded.read_bytes(), change.size)
+    delta = told - wide(1) if codec.carries_values(encoding) else told
+    expected = told if rate == 1 and codec.carries_values(encoding) else wide(1) + np.float32(rate) * delta
+    assert sink.getvalue() == expected.astype("<f4").tobytes()
+    assert codec.is_applied(encoding, rate) == (encoding != "fp32" or rate != 1)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_size_of_the_chunks_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: Encoding
 ) -> None:

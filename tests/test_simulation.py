@@ -113,6 +113,24 @@ def test_what_was_trained_ahead_counts_in_the_next_round(tmp_path: Path, identit
     assert all(task.counted and task.references for task in tasks[2:])
 
 
+@pytest.mark.parametrize("encoding", ["fp32", "int8"])
+def test_of_the_change_of_a_round_the_outer_rate_is_taken_over(
+    tmp_path: Path, identity: Identity, encoding: str
+) -> None:
+    """Of averages and of experts with one owner; nothing else of the round changes."""
+    changes = {"encoding.shared": encoding, "encoding.experts": encoding}
+    whole = simulate(run_file(tmp_path / "whole", **changes), identity)
+    part = simulate(run_file(tmp_path / "part", **changes, **{"round.outer_rate": 0.25}), identity)
+    before = {name: values.copy() for name, values in values_of(part).items()}
+    (all_of_it,), (some,) = rounds(whole, 1), rounds(part, 1)
+    assert (all_of_it.loss, all_of_it.tokens) == (some.loss, some.tokens)
+    for name, values in values_of(whole).items():
+        assert not np.array_equal(values, before[name])
+        expected = before[name] + np.float32(0.25) * (values - before[name])
+        np.testing.assert_allclose(values_of(part)[name], expected, rtol=0, atol=1e-7)
+    assert rounds(part, 2)[-1].loss < some.loss, "it goes on from there"
+
+
 # what the benchmark compares with
 
 
@@ -161,7 +179,8 @@ def test_the_load_of_the_experts_adds_up(tmp_path: Path, identity: Identity) -> 
 @pytest.mark.timeout(240)
 def test_real_processes_train_the_same(tmp_path: Path, identity: Identity) -> None:
     """The same nodes, with keys, on the same run: the losses of a swarm are those of its simulation."""
-    changes = {**EXACT, **MERGE, "round.total": 3, "round.start_nodes": 2, "round.local_steps": 2}
+    rhythm = {"round.total": 3, "round.start_nodes": 2, "round.local_steps": 2, "round.outer_rate": 0.75}
+    changes = {**EXACT, **MERGE, **rhythm}
     path = run_file(tmp_path, **changes)
     with LocalSwarm(tmp_path / "swarm") as swarm:
         swarm.start_rendezvous(path)

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from model.errors import UserError
+from node.cli import PAGE_PORT
 from node.live import Live
 from node.observer import Observer
 from node.web.api import STATIC
@@ -246,3 +247,21 @@ def test_several_nodes_on_a_box_take_ports_in_turn_and_a_chosen_one_is_kept_or_r
 def test_a_wrong_place_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="not PORT or HOST:PORT"):
         PagePlace.parse(text)
+
+
+def test_the_grafana_dashboard_asks_for_metrics_that_are_there(tmp_path: Path) -> None:
+    docker = Path(__file__).parent.parent / "docker"
+    dashboard = json.loads((docker / "grafana" / "swarm.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    names = {name for expression in asked for name in re.findall(r"spes_\w+", expression)}
+    with site(tmp_path) as served:
+        served.observer.see(View({ANN: examples.record(name="ann")}))
+        served.observer.adopt(signed(COMMIT))
+        served.publish()
+        body = served.ask("/metrics")[2]
+        port = re.search(r"127\.0\.0\.1:(\d+)", (docker / "prometheus" / "prometheus.yml").read_text())
+    told = {line.partition(" ")[0].partition("{")[0] for line in body.splitlines() if not line.startswith("#")}
+    assert len(names) > 12 and names <= told, names - told
+    labels = {label for expression in asked for label in re.findall(r"by \((\w+)\)", expression)}
+    assert all(f'{label}="' in body for label in labels)
+    assert port is not None and int(port[1]) == PAGE_PORT
