@@ -32,6 +32,7 @@ COMMIT = examples.head(
     loss=2.5,
     heldout_loss=2.75,
     busy=0.5,
+    reduce_seconds=(1.5,),
     choices=((4, 4, 4, 4), (8, 8, 0, 0)),
     shares={ANN: Share(tokens=100, steps=4)},
 )
