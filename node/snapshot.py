@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from node.expert_load import dead, shares
+from node.health import examine
 from swarm.documents import Commit, Signed
 from swarm.history import RoundLine
 from swarm.identity import NodeId
@@ -128,6 +129,7 @@ def as_json(snapshot: Snapshot, *, rounds: bool = True) -> dict[str, Any]:
         "expert_rounds": expert_rounds(commit),
         "expert_load": shares(commit.choices) if commit is not None else [],
         "dead_experts": dead(commit.choices) if commit is not None else [],
+        "health": [asdict(trouble) for trouble in examine(snapshot)],
         "last_round": round_facts(commit) if commit is not None else None,
         "nodes": [_node(snapshot, node) for node in sorted(snapshot.nodes)],
     }

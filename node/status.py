@@ -21,6 +21,9 @@ from swarm.network import Network
 from swarm.records import View
 from swarm.warmup import Warmup
 
+MOST_TEXT = 300
+"""Letters of one line of health, which may contain what peers say."""
+
 
 async def report(peers: Sequence[str], run_id: str | None, *, as_json: bool) -> None:
     """Print the state of the swarm behind these peers. Raises Unreachable and UserError."""
@@ -86,20 +89,15 @@ def as_text(summary: dict[str, Any]) -> str:
             f"{'yes' if node['in_sync'] else 'no':<4} {_clean(experts, 16):<16} {quantity(node['trained_tokens']):>8} "
             f"{busy:>5} {size(node['sent']):>9} {size(node['received']):>9}"
         )
-    complaints = [(node["name"], node["complaint"]) for node in summary["nodes"] if node["complaint"]]
-    if complaints:
-        lines += ["", *(f"{_clean(name, 18)} says of {_clean(complaint, 120)}" for name, complaint in complaints)]
     if not summary["nodes"]:
         lines.append("no node is there")
-    missing = [e for e in range(summary["experts"]) if str(e) not in summary["leases"]]
-    finished = run["rounds"] and number == run["rounds"]
-    if finished:
+    if run["rounds"] and number == run["rounds"]:
         lines += ["", "the run is complete"]
-    elif missing:
-        lines += [
-            "",
-            f"no node holds expert {', '.join(map(str, missing))}: join with another box, or allow more experts",
-        ]
+    if summary["health"]:
+        lines += ["", "Health:"]
+    for trouble in summary["health"]:
+        text = _clean(trouble["text"], MOST_TEXT)
+        lines.append(f"  {trouble['severity']:<7} {trouble['code']:<17} {text}: {trouble['action']}")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, genera
 from prometheus_client.registry import Collector
 
 from node.expert_load import dead, shares
+from node.health import examine
 from node.snapshot import Snapshot
 from swarm.manifest import PROTOCOL
 from swarm.records import State
@@ -40,6 +41,14 @@ class _Metrics(Collector):
         yield from self._run()
         yield from self._nodes()
         yield from self._me()
+        yield self._health()
+
+    def _health(self) -> Metric:
+        found = Counter((trouble.code, trouble.severity) for trouble in examine(self._snapshot))
+        health = GaugeMetricFamily("spes_health_warnings", "What is wrong, by kind", labels=["code", "severity"])
+        for (code, severity), count in found.items():
+            health.add_metric([code, severity], count)
+        return health
 
     def _run(self) -> Iterator[Metric]:
         snapshot, commit = self._snapshot, self._snapshot.commit

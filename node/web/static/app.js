@@ -22,6 +22,7 @@ function Page({ swarm }) {
     <${Header} swarm=${swarm} />
     <main>
       ${swarm.isStale && html`<p class="banner" role="alert">No news for ${duration(swarm.age)}: the node that serves this page does not answer. What you see is old; trying again.</p>`}
+      <${Health} troubles=${state.health} />
       <${Figures} state=${state} rounds=${rounds} now=${now} />
       <div class="charts"><${Curves} rounds=${rounds} chosen=${chosen} choose=${(round) => choose(round === rounds[rounds.length - 1].round ? null : round)} /></div>
       <${Scrubber} state=${state} rounds=${rounds} chosen=${chosen} choose=${choose} />
@@ -47,6 +48,15 @@ function phase({ warmup, round, run }) {
   if (run.rounds && round >= run.rounds) return "complete";
   if (warmup?.phase === "warmup") return `merging warm-up: alpha ${warmup.alpha.toPrecision(3)} before round ${warmup.next_round}`;
   return warmup ? "training, the merging warm-up is over" : "training";
+}
+
+function Health({ troubles }) {
+  if (!troubles.length) return html`<p class="health" role="status"><span class="state good"><span aria-hidden="true">✓</span> healthy</span></p>`;
+  return html`<ul class="health" role="status">
+    ${troubles.map((trouble) => html`<li key=${trouble.code + trouble.text}>
+      <span class=${`state ${trouble.severity === "error" ? "bad" : "wait"}`}><span aria-hidden="true">${trouble.severity === "error" ? "✕" : "!"}</span> ${trouble.code}</span>
+      ${trouble.text}. <small>To do: ${trouble.action}.</small></li>`)}
+  </ul>`;
 }
 
 function Figures({ state, rounds, now }) {
