@@ -13,6 +13,7 @@ from transformers.utils import logging
 from model.architecture import FAMILIES, build_config
 from model.checkpoint_writer import CheckpointWriter
 from model.errors import UserError
+from model.json_files import read_table
 from model.settings import Dtype, ModelSettings
 from model.shards import layout
 from model.stored_names import expert_names, stored_name
@@ -113,7 +114,10 @@ def generate(
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}: give a folder that was exported with a tokenizer")
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    told = read_table(folder / "tokenizer_config.json")
+    # For some architectures AutoTokenizer takes their own tokenizer, whatever the folder says.
+    kind = ByT5Tokenizer if told.get("tokenizer_class") == ByT5Tokenizer.__name__ else AutoTokenizer
+    tokenizer = kind.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     # An empty prompt begins a new document. The tokenizer's own end mark would end the text before it starts.
     ids = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]

@@ -159,6 +159,16 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--home", type=Path, metavar="DIR", help="folder of the node or of the rendezvous")
     export.add_argument("--run", metavar="ID", help="beginning of the run's id, when the folder holds several")
 
+    generate = commands.add_parser("generate", help="let the model, as it is now, go on with a text")
+    generate.add_argument("prompt", metavar="TEXT")
+    generate.add_argument("--tokens", type=_positive, default=100, metavar="N", help="so many more (default: 100)")
+    generate.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="another one gives another text (default: 0)"
+    )
+    generate.add_argument("--run", metavar="ID", help="beginning of the run's id, when the folder holds several")
+    _add_tokenizer(generate)
+    _add_home(generate)
+
     _add_upcycle(commands.add_parser("upcycle", help="turn a dense checkpoint into a mixture of experts to begin with"))
 
     demo = commands.add_parser("demo", help="a real swarm of four nodes on this box, for a few minutes")
@@ -209,6 +219,10 @@ def _add_to_a_node(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     leave = commands.add_parser("leave", help="end the node when its round has ended")
     leave.add_argument("--now", action="store_true", help="do not wait for the end of the round")
     _add_home(leave)
+    logs = commands.add_parser("logs", help="what the node has said")
+    logs.add_argument("-n", "--lines", type=_positive, default=50, metavar="N", help="the last N lines (default: 50)")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
+    _add_home(logs)
     invite = commands.add_parser("invite", help="print the line with which others join")
     invite.add_argument("--json", action="store_true", help="for programs")
     _add_home(invite)

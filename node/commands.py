@@ -7,11 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.errors import UserError
 from node.console import Console
+from node.log_files import LOG_FORMAT, kept_log
 from node.names import spoken_name
 
 if TYPE_CHECKING:
@@ -19,10 +21,13 @@ if TYPE_CHECKING:
 
 
 def run_async(main: Coroutine[Any, Any, None], *, verbose: bool) -> None:
-    """Run a coroutine on uvloop, with the log on standard error."""
+    """Run a coroutine on uvloop, with the log on standard error, and in a file where one was begun."""
     import uvloop
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname).4s %(name)s: %(message)s")
+    if all(isinstance(handler, RotatingFileHandler) for handler in logging.getLogger().handlers):
+        to_terminal = logging.StreamHandler()
+        to_terminal.setFormatter(logging.Formatter(LOG_FORMAT))
+        logging.getLogger().addHandler(to_terminal)
     if verbose:
         for package in ("swarm", "bootstrap", "node"):
             logging.getLogger(package).setLevel(logging.DEBUG)
@@ -127,7 +132,7 @@ def bootstrap(options: argparse.Namespace) -> None:
         print(f"reading the checkpoint {options.init}", flush=True)
         start = open_warm_start(options.init, run_file.model)
     home = options.home or default_home("bootstrap")
-    with closing(Identity.open(home / "identity.key")) as identity:
+    with closing(Identity.open(home / "identity.key")) as identity, kept_log(home):
         console = Console()
         place = page_place(options.dashboard)
         manifest, store = prepare_run(
@@ -178,7 +183,7 @@ def join(options: argparse.Namespace) -> None:
     check_announced(options.announce)
     if options.tokenizer is not None:
         check_folder(options.tokenizer)
-    with closing(Identity.open(home / "identity.key")) as identity:
+    with closing(Identity.open(home / "identity.key")) as identity, kept_log(home):
         name = options.name or spoken_name(identity.node_id)
         console = Console()
         console.say(f"spes-node {VERSION}: {name} ({identity.node_id})")
@@ -247,7 +252,7 @@ def seed(options: argparse.Namespace) -> None:
     home = options.home or default_home("seed")
     listen = multiaddress(options.listen)
     check_announced(options.announce)
-    with closing(Identity.open(home / "identity.key")) as identity:
+    with closing(Identity.open(home / "identity.key")) as identity, kept_log(home):
         name = options.name or spoken_name(identity.node_id)
         console = Console()
         console.say(f"spes-node {VERSION}: seed {name} ({identity.node_id})")
@@ -364,6 +369,14 @@ def tell(options: argparse.Namespace) -> None:
     print(ask(options.home or default_home("node"), request)["said"])
 
 
+def logs(options: argparse.Namespace) -> None:
+    """Print what the node on this box has said."""
+    from node.log_files import read_log
+
+    for line in read_log(options.home or default_home("node"), options.lines, follow=options.follow):
+        print(line, flush=options.follow)
+
+
 def invite(options: argparse.Namespace) -> None:
     """Print the line with which others join the swarm through the node on this box."""
     from node.control import ask
@@ -413,6 +426,22 @@ def export(options: argparse.Namespace) -> None:
     print(f"round {commit.round} of {run.name} is in {options.output}")
 
 
+def generate(options: argparse.Namespace) -> None:
+    """Let the model of a node's last commit go on with a text."""
+    from tempfile import TemporaryDirectory
+
+    from model.export import generate as go_on
+    from node.run_export import export_run
+
+    with ending_cleanly(), TemporaryDirectory(prefix="spes-generate-") as folder:
+        checkpoint = Path(folder) / "checkpoint"
+        _, commit = export_run(
+            options.home or default_home("node"), checkpoint, run_id=options.run, tokenizer=options.tokenizer
+        )
+        print(f"round {commit.round} goes on:", file=sys.stderr)
+        print(options.prompt + go_on(checkpoint, options.prompt, options.tokens, seed=options.seed))
+
+
 def upcycle(options: argparse.Namespace) -> None:
     """Turn a dense checkpoint into a mixture of experts."""
     from model.upcycle import UpcycleSettings
@@ -448,10 +477,12 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "finish": tell,
     "resume": tell,
     "leave": tell,
+    "logs": logs,
     "invite": invite,
     "identity": identity,
     "dashboard": dashboard,
     "export": export,
+    "generate": generate,
     "upcycle": upcycle,
     "demo": demo,
 }

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from node.log_files import CONSOLE
 from node.units import size
 from swarm.manifest import Manifest
 
@@ -72,8 +73,9 @@ class Console:
         self._since = self._shown = float("-inf")
 
     def say(self, text: str) -> None:
-        """One line."""
+        """One line, which the daemon's log has, too."""
         print(text, flush=True)
+        CONSOLE.info("%s", text)
 
     def fact(self, word: str, text: str) -> None:
         """One line of the first screen."""

@@ -268,7 +268,9 @@ def test_a_command_that_is_ended_leaves_no_half_of_a_folder(
 
 @pytest.mark.swarm
 @pytest.mark.timeout(180)
-def test_a_swarm_begins_with_a_checkpoint_and_is_exported_while_it_runs(mixture: Path, tmp_path: Path) -> None:
+def test_a_swarm_begins_with_a_checkpoint_and_is_exported_while_it_runs(
+    mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.toml"
     main(["new", "tiny-test", "--init", str(mixture), "-o", str(path)])
     path.write_text(path.read_text().replace("start_nodes = 2", "start_nodes = 1").replace("total = 3", "total = 0"))
@@ -280,6 +282,9 @@ def test_a_swarm_begins_with_a_checkpoint_and_is_exported_while_it_runs(mixture:
             assert time.monotonic() < deadline, node.log.read_text()
             time.sleep(0.1)
         main(["export", "--home", str(node.home), "-o", str(tmp_path / "out"), "--dtype", "bf16"])
+        capsys.readouterr()
+        main(["generate", "The ", "--home", str(node.home), "--tokens", "8"])
+        assert capsys.readouterr().out.startswith("The ")
         assert node.process.poll() is None
     assert "begun with checkpoint" in node.log.read_text()
     assert "a checkpoint, as state" in (tmp_path / "out" / "README.md").read_text()
