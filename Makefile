@@ -9,7 +9,7 @@ ONE_THREAD = OMP_NUM_THREADS=1
 # pytest compiles much when it starts, and keeps that, whatever the surroundings say.
 export PYTHONDONTWRITEBYTECODE =
 
-BENCHES = bench-convergence bench-encodings bench-engine bench-memory bench-method bench-recovery bench-scale bench-sync bench-unequal
+BENCHES = bench-convergence bench-encodings bench-engine bench-memory bench-method bench-recovery bench-scale bench-sync bench-unequal bench-variants
 
 .PHONY: help install demo test test-gpu lint type bench $(BENCHES) clean
 
@@ -79,6 +79,9 @@ bench-scale: install ## count what a swarm on this box costs each of its nodes, 
 
 bench-unequal: install ## see what one weak line costs the others (root)
 	PYTHONPATH=. $(BIN)/python -m bench.unequal
+
+bench-variants: install ## try what might close the gap between SPES and ordinary training (an hour on two cores)
+	PYTHONPATH=. $(BIN)/python -m bench.variants
 
 clean: ## remove .venv and everything else that was built
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
