@@ -21,6 +21,8 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
 ]
 LEASE_SECONDS = 4
+BUSY_SECONDS = 6
+"""For looks that come late on a machine that does other things, too."""
 SOON = 60_000
 """Milliseconds for what takes some seconds on a machine that is not busy."""
 EVIL = '<img src=x onerror="document.title=1">'
@@ -89,7 +91,9 @@ def test_the_page_shows_a_swarm_as_it_is(browser: Browser, tmp_path: Path) -> No
         os.killpg(victim.process.pid, signal.SIGKILL)
         killed = time.monotonic()
         expect(page.locator("table.nodes .state.bad")).to_contain_text("lost", timeout=SOON)
-        assert time.monotonic() - killed < LEASE_SECONDS + 3, "its lease ends, and the page looks every second"
+        assert time.monotonic() - killed < LEASE_SECONDS + BUSY_SECONDS, (
+            "its lease ends, and the page looks every second"
+        )
         assert "lost" in row(page, EVIL) and "lost" not in row(page, "ann")
         expect(page.locator(".events")).to_contain_text("is not heard of any more")
         expect(page.locator("table.map tfoot tr").first).to_contain_text(re.compile("owners1111"), timeout=SOON)
