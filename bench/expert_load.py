@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from model.engine import Engine
 from node.corpus import Corpus
-from node.expert_load import DEAD
+from node.expert_load import dead, shares
 from node.simulation import Simulation
 
 
@@ -26,20 +24,11 @@ class Load:
 def measure(simulation: Simulation, corpus: Corpus, blocks: int) -> Load:
     """The load in the models that the nodes of a simulation have now."""
     tokens = corpus.heldout_blocks(blocks)
-    model = simulation.manifest.document.model
-    dead, most, own = [], [], []
+    unused, most, own = [], [], []
     for node in simulation.nodes.values():
-        shares = _shares(node.engine, tokens, model.num_experts, model.experts_per_token)
-        dead.append(int((shares < DEAD / model.num_experts).sum()))
-        most.append(float(shares.max()))
-        own.append(float(shares[:, list(node.leases)].sum(axis=1).mean()))
-    return Load(dead=float(np.mean(dead)), most=float(np.mean(most)), own=float(np.mean(own)))
-
-
-@torch.no_grad()
-def _shares(engine: Engine, tokens: np.ndarray, experts: int, top_k: int) -> np.ndarray:
-    """Share of each expert in the choices of each layer, [L, E]."""
-    _, logits = engine.hidden_states(torch.as_tensor(tokens))
-    chosen = logits.topk(top_k, dim=-1).indices
-    counts = torch.stack([torch.bincount(layer.flatten(), minlength=experts) for layer in chosen])
-    return (counts / counts.sum(dim=1, keepdim=True)).numpy()
+        choices = node.engine.evaluate(tokens).choices.tolist()
+        load = np.array(shares(choices))
+        unused.append(len(dead(choices)))
+        most.append(load.max())
+        own.append(load[:, list(node.leases)].sum(axis=1).mean())
+    return Load(dead=float(np.mean(unused)), most=float(np.mean(most)), own=float(np.mean(own)))

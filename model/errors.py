@@ -3,6 +3,7 @@
 SpesError
  +-- UserError      wrong input, file, address or option: one line and a remedy, exit code 2
       +-- Unreachable    no peer answers
+      +-- ClockOff       this machine's clock is not that of the others
 Everything else that escapes is a bug and shows its traceback (exit code 70).
 """
 
@@ -21,3 +22,7 @@ class UserError(SpesError):
 
 class Unreachable(UserError):
     """No peer of the swarm answers at the given addresses."""
+
+
+class ClockOff(UserError):
+    """The clock of this machine differs from that of the peers: what it signs would be refused."""

@@ -18,6 +18,7 @@ from node.names import spoken_name
 
 if TYPE_CHECKING:
     from node.web.server import PagePlace
+    from swarm.identity import Identity
 
 
 def run_async(main: Coroutine[Any, Any, None], *, verbose: bool) -> None:
@@ -89,6 +90,23 @@ def page_place(text: str) -> "PagePlace | None":
     from node.web.server import PagePlace
 
     return {"off": None, "on": PagePlace()}[text] if text in ("off", "on") else PagePlace.parse(text)
+
+
+@contextmanager
+def taking_part(options: argparse.Namespace, kind: str) -> Iterator[tuple["Identity", Path, str]]:
+    """Inside, a daemon of this kind has its folder to itself, and keeps its log there: its identity, the folder, its
+    name. Raises UserError for places that are none, before anything is made."""
+    from swarm.identity import Identity
+    from swarm.network import peer_of
+
+    for address in options.peers:
+        peer_of(address)
+    multiaddress(options.listen)
+    check_announced(options.announce)
+    page_place(options.dashboard)
+    home = options.home or default_home(kind)
+    with closing(Identity.open(home / "identity.key")) as identity, kept_log(home):
+        yield identity, home, options.name or spoken_name(identity.node_id)
 
 
 def new(options: argparse.Namespace) -> None:
@@ -172,25 +190,17 @@ def join(options: argparse.Namespace) -> None:
     from node.daemon import Listeners, NodeSettings
     from node.daemon import join as join_run
     from node.trainer_process import TrainerSettings
-    from swarm.identity import Identity
-    from swarm.network import peer_of
     from swarm.release import VERSION
 
-    for address in options.peers:
-        peer_of(address)
-    home = options.home or default_home("node")
-    listen = multiaddress(options.listen)
-    check_announced(options.announce)
     if options.tokenizer is not None:
         check_folder(options.tokenizer)
-    with closing(Identity.open(home / "identity.key")) as identity, kept_log(home):
-        name = options.name or spoken_name(identity.node_id)
+    with taking_part(options, "node") as (identity, home, name):
         console = Console()
         console.say(f"spes-node {VERSION}: {name} ({identity.node_id})")
         settings = NodeSettings(
             home=home,
             peers=options.peers,
-            listen=[listen],
+            listen=[multiaddress(options.listen)],
             announce=options.announce,
             run_id=options.run,
             name=name,
@@ -243,23 +253,15 @@ def doctor(options: argparse.Namespace) -> None:
 def seed(options: argparse.Namespace) -> None:
     """Keep and serve the state of a run without training."""
     from node.seed import SeedSettings, serve
-    from swarm.identity import Identity
-    from swarm.network import peer_of
     from swarm.release import VERSION
 
-    for address in options.peers:
-        peer_of(address)
-    home = options.home or default_home("seed")
-    listen = multiaddress(options.listen)
-    check_announced(options.announce)
-    with closing(Identity.open(home / "identity.key")) as identity, kept_log(home):
-        name = options.name or spoken_name(identity.node_id)
+    with taking_part(options, "seed") as (identity, home, name):
         console = Console()
         console.say(f"spes-node {VERSION}: seed {name} ({identity.node_id})")
         settings = SeedSettings(
             home=home,
             peers=options.peers,
-            listen=[listen],
+            listen=[multiaddress(options.listen)],
             announce=options.announce,
             run_id=options.run,
             name=name,

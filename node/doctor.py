@@ -1,12 +1,13 @@
 """A rehearsal of joining, before anything large is fetched: each check says what it found, and what to do about it."""
 
 import asyncio
+import contextlib
 import json
-import math
 import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -15,22 +16,23 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from model.device import choose_device, device_memory
-from model.errors import SpesError, UserError
+from model.errors import ClockOff, SpesError, UserError
 from model.memory_plan import Device
 from model.optimizer import has_adam_8bit
 from model.settings import ComputeSettings
 from model.shards import layout
 from node.corpus import check_fingerprint, load_corpus
-from node.planning import choose_capacity, plan_for, predict_traffic
+from node.planning import choose_capacity, fair_share, plan_for, predict_traffic
+from node.remote_commits import read_commit
 from node.tokens import check_tokenizer, open_encoder
 from node.units import duration, size
 from swarm.discovery import find_manifest
-from swarm.documents import Signed
+from swarm.documents import Commit, Signed
 from swarm.exchange import CallFailed, Exchange
-from swarm.identity import Identity
+from swarm.identity import Identity, NodeId
 from swarm.manifest import Manifest
 from swarm.membership import read_view
-from swarm.network import UNDIALLED, Network, check_ports, peer_of, probe
+from swarm.network import DIAL_REMEDY, UNDIALLED, Network, check_ports, peer_of, probe
 from swarm.records import View
 from swarm.release import VERSION
 from swarm.store import SPARE_BYTES
@@ -108,8 +110,11 @@ async def check_all(rehearsal: Rehearsal) -> AsyncIterator[Finding]:
         network = await Network.start(
             identity, listen=rehearsal.listen, announce=rehearsal.announce, peers=rehearsal.peers
         )
+    except ClockOff as error:
+        yield Finding("clock", "failed", str(error))
+        return
     except SpesError as error:
-        yield Finding("clock" if "clock" in str(error) else "swarm", "failed", str(error))
+        yield Finding("swarm", "failed", str(error))
         return
     try:
         async for finding in _check_swarm(rehearsal, network):
@@ -123,7 +128,7 @@ async def _check_swarm(rehearsal: Rehearsal, network: Network) -> AsyncIterator[
     if network.is_dialled:
         yield Finding("dialled", "ok", "the peers can connect to this box")
     else:
-        yield Finding("dialled", "warning", UNDIALLED.split(":")[0], UNDIALLED.split(": ")[1].capitalize())
+        yield Finding("dialled", "warning", UNDIALLED, DIAL_REMEDY.capitalize())
     try:
         manifest = await find_manifest(network, rehearsal.run_id)
     except SpesError as error:
@@ -173,10 +178,15 @@ def check_device(requested: str) -> Finding:
 
 def check_home(home: Path) -> Finding:
     """Whether the node's folder can be written to."""
-    there = next(path for path in (home, *home.absolute().parents) if path.exists())
+    there = _existing(home)
     if not there.is_dir() or not os.access(there, os.W_OK):
         return Finding("home", "failed", f"{there} cannot be written to", "Choose another folder: --home DIR")
     return Finding("home", "ok", f"{home}, {size(shutil.disk_usage(there).free)} free")
+
+
+def _existing(home: Path) -> Path:
+    """The folder, or where it would be made."""
+    return next(path for path in (home, *home.absolute().parents) if path.exists())
 
 
 def check_identity(path: Path) -> Finding:
@@ -245,9 +255,7 @@ def check_training(rehearsal: Rehearsal, run: Manifest) -> Iterator[Finding]:
         capacity, reason = choose_capacity(run, plan, rehearsal.experts)
         text = f"{size(plan.needed)} of {size(memory)}, up to {capacity} of {run.model.num_experts} experts ({reason})"
         yield Finding("memory", "ok", text)
-    needed, there = disk_bytes(run), rehearsal.home
-    there = next(path for path in (there, *there.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    needed, free = disk_bytes(run), shutil.disk_usage(_existing(rehearsal.home)).free
     text = f"{size(needed)} are needed for the state, {size(free)} are free"
     if free < needed:
         yield Finding("disk", "failed", text, "Free some space, or choose another disk: --home DIR")
@@ -275,31 +283,30 @@ def check_text(rehearsal: Rehearsal, run: Manifest) -> Finding:
 
 async def check_line(rehearsal: Rehearsal, manifest: Signed[Manifest], view: View, network: Network) -> Finding:
     """How fast the state comes, and what a round would take at that rate."""
-    run, exchange = manifest.document, Exchange(network, manifest.digest, handler=None)
+    exchange = Exchange(network, manifest.digest, handler=None)
+    commit = await read_commit(exchange, view)
     for node, record in view.present().items():
-        try:
-            signed = await exchange.read(node, "commit", record.round)
-        except CallFailed:
-            continue
-        shards = getattr(signed.document, "shards", {}) if signed is not None else {}
-        moved, began = 0, time.monotonic()
-        try:
-            async with asyncio.timeout(PROBED_SECONDS):
-                ranges = [(shard.digest, 0, shard.size) for shard in shards.values()]
-                async for part in exchange.stream(node, ranges):
-                    moved += len(part.data) if part is not None else 0
-                    if moved > PROBED_BYTES:
-                        break
-        except (TimeoutError, CallFailed):
-            pass
-        if moved:
-            return _judge_line(rehearsal, run, len(view.trainers()) + 1, moved / (time.monotonic() - began))
+        if commit is not None and record.commit == commit.digest and (rate := await _measure(exchange, node, commit)):
+            return _judge_line(rehearsal, manifest.document, len(view.trainers()) + 1, rate)
     return Finding("line", "skipped", "nobody has a state to fetch yet")
 
 
+async def _measure(exchange: Exchange, node: NodeId, commit: Signed[Commit]) -> float:
+    """Bytes/s at which a node sends its state; 0 when it sends nothing."""
+    moved, began = 0, time.monotonic()
+    ranges = [(shard.digest, 0, shard.size) for shard in commit.document.shards.values()]
+    with contextlib.suppress(TimeoutError, CallFailed):  # what has come until then tells the rate
+        async with asyncio.timeout(PROBED_SECONDS), aclosing(exchange.stream(node, ranges)) as parts:
+            async for part in parts:
+                moved += len(part.data) if part is not None else 0
+                if moved > PROBED_BYTES:
+                    break
+    return moved / (time.monotonic() - began)
+
+
 def _judge_line(rehearsal: Rehearsal, run: Manifest, nodes: int, rate: float) -> Finding:
-    share = math.ceil(run.model.num_experts * min(run.round.owners_per_expert, nodes) / nodes)
-    traffic = predict_traffic(run, min(rehearsal.experts or share, run.model.num_experts), max(nodes, 2))
+    experts = min(rehearsal.experts or fair_share(run, nodes), run.model.num_experts)
+    traffic = predict_traffic(run, experts, max(nodes, 2))
     seconds = max(traffic.sent, traffic.received) / rate
     text = (
         f"{size(rate)}/s from one node; a round moves {size(traffic.sent)} up and {size(traffic.received)} down: "

@@ -13,7 +13,7 @@ from node.web.server import PagePlace, serving
 from swarm.discovery import find_manifest
 from swarm.documents import Commit, Signed
 from swarm.exchange import Exchange
-from swarm.history import RoundLine, round_line
+from swarm.history import MOST_LINES, Moved, RoundLine, round_line
 from swarm.identity import Identity
 from swarm.manifest import Manifest
 from swarm.membership import Lookout
@@ -22,7 +22,10 @@ from swarm.records import View
 
 PAST_ROUNDS = 200
 """Rounds before the first look that are read from the nodes' disks."""
+KEPT_COMMITS = 2 * PAST_ROUNDS
+"""Commits at hand for the slider over past rounds."""
 LOOKS_PER_LEASE = 5
+"""One of them asks everybody who may have records."""
 
 
 async def look_on(
@@ -67,7 +70,9 @@ class Onlooker:
         self._manifest = manifest
         self._exchange = Exchange(network, manifest.digest, handler=None)
         self._lookout = Lookout(network, manifest.digest)
-        self._rounds: deque[RoundLine] = deque(maxlen=5000)
+        self._rounds: deque[RoundLine] = deque(maxlen=MOST_LINES)
+        self._moved = Moved()
+        self._looks = 0
         self._commits: dict[int, Signed[Commit]] = {}
         self._observer = Observer(manifest, rounds=self._rounds)
         self._view = View()
@@ -76,13 +81,15 @@ class Onlooker:
 
     async def look(self) -> None:
         """Look once."""
-        self._view = View(await self._lookout.look(thorough=True), self._lookout.until)
+        self._view = View(await self._lookout.look(thorough=self._looks % LOOKS_PER_LEASE == 0), self._lookout.until)
+        self._looks += 1
         self._observer.see(self._view)
         newest = max((record.round for record in self._view.present().values()), default=0)
-        for number in range(max(self._last + 1, newest - 1, 0), newest + 1):
+        first = max(0, newest - (PAST_ROUNDS if self._rounds else 1), self._last + 1)
+        for number in range(first, newest + 1):
             if (commit := await self._read(number)) is not None:
                 self._observer.adopt(commit)
-                self._rounds.append(self._line(commit))
+                self._rounds.append(self._line(commit, self._moved.count(self._view)))
                 self._last = number
         await self.live.publish(self._observer.snapshot())
 
@@ -98,7 +105,7 @@ class Onlooker:
         for number in range(first - 1, max(0, first - PAST_ROUNDS), -1):
             if (commit := await self._read(number)) is None:
                 return
-            self._rounds.appendleft(self._line(commit))
+            self._rounds.appendleft(self._line(commit, bytes_moved=0))
 
     def find_commit(self, number: int) -> Commit | None:
         """The commit of a round, if it was read."""
@@ -108,10 +115,11 @@ class Onlooker:
         commit = await read_commit(self._exchange, self._view, number)
         if commit is not None:
             self._commits[number] = commit
+            if len(self._commits) > KEPT_COMMITS:
+                del self._commits[min(self._commits)]
         return commit
 
-    def _line(self, commit: Signed[Commit]) -> RoundLine:
+    def _line(self, commit: Signed[Commit], bytes_moved: int) -> RoundLine:
         document = commit.document
         seconds = document.train_seconds + (document.reduce_seconds[-1] if document.reduce_seconds else 0.0)
-        moved = sum(record.sent for record in self._view.nodes.values())
-        return round_line(commit, self._manifest.document, now=0.0, seconds=seconds, bytes_moved=moved)
+        return round_line(commit, self._manifest.document, now=0.0, seconds=seconds, bytes_moved=bytes_moved)

@@ -26,10 +26,10 @@ def plan_for(run: Manifest, device: Device, experts: int | None) -> MemoryPlan:
     )
 
 
-def fair_share(run: Manifest) -> int:
-    """Experts of a node when the nodes that a run waits for at its start share them out."""
-    copies = min(run.round.owners_per_expert, run.round.start_nodes)
-    return math.ceil(run.model.num_experts * copies / run.round.start_nodes)
+def fair_share(run: Manifest, nodes: int | None = None) -> int:
+    """Experts of a node when so many nodes share them out; None is those that a run waits for at its start."""
+    nodes = nodes or run.round.start_nodes
+    return math.ceil(run.model.num_experts * min(run.round.owners_per_expert, nodes) / nodes)
 
 
 def choose_capacity(run: Manifest, plan: MemoryPlan, experts: int | None) -> tuple[int, str]:

@@ -108,12 +108,16 @@ class Reporter:
             case "state":
                 self._observer.see(participant.membership.view)
                 return as_json(self._observer.snapshot())
+            case "pause" | "finish" | "resume" if not participant.is_trainer:
+                raise UserError("this node trains nothing anyway; it keeps and serves the state")
             case "pause" | "finish" as how:
                 marker.touch()
                 participant.pause(at_once=how == "pause")
                 return {"said": "it pauses when the round has ended, and stays so until: spes-node resume"}
             case "resume":
                 marker.unlink(missing_ok=True)
+                if self._leaving is not None:
+                    self._leaving.cancel()
                 participant.resume()
                 return {"said": "it trains again from the next round on"}
             case "leave" if request["now"]:

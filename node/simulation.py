@@ -6,7 +6,6 @@ it is averaged.
 import asyncio
 import contextlib
 import hashlib
-import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from node.console import Console, describe_run
 from node.corpus import Corpus
 from node.evaluation import committed, heldout_loss
 from node.local_training import LocalTraining
+from node.planning import fair_share
 from swarm.contribute import Contributor
 from swarm.documents import Commit, Contribution, Merge, Plan, Result, Signed, canonical, digest_of, seal
 from swarm.exchange import Writer
@@ -266,8 +266,7 @@ def begin(
     manifest = Signed(run, NodeId(AUTHOR), digest_of(canonical(run)), b"")
     store = ShardStore.open(folder, manifest.digest)
     write_genesis(manifest, identity, store)
-    share = math.ceil(run.model.num_experts * min(run.round.owners_per_expert, nodes) / nodes)
-    capacity = min(experts or share, run.model.num_experts)
+    capacity = min(experts or fair_share(run, nodes), run.model.num_experts)
     return make(manifest, store, corpus, dict.fromkeys(node_ids(nodes, run.seed), capacity), identity)
 
 

@@ -58,7 +58,7 @@ class Event:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
     """A run at one moment, as one process sees it."""
 
@@ -97,7 +97,7 @@ class Snapshot:
 def as_json(snapshot: Snapshot, *, rounds: bool = True) -> dict[str, Any]:
     """A snapshot as JSON-able data; `rounds` and events are the long part of it."""
     run, commit = snapshot.manifest.document, snapshot.commit.document if snapshot.commit is not None else None
-    holders = snapshot.holders()
+    holders, state = snapshot.holders(), commit.state if commit is not None else None
     told = {
         "schema": SCHEMA,
         "version": snapshot.version,
@@ -122,7 +122,7 @@ def as_json(snapshot: Snapshot, *, rounds: bool = True) -> dict[str, Any]:
         "utilisation": commit.busy if commit is not None else None,
         "tokens": commit.tokens if commit is not None else None,
         "eta_seconds": snapshot.eta_seconds,
-        "state": commit.state if commit is not None else None,
+        "state": state,
         "experts": run.model.num_experts,
         "experts_covered": len(holders),
         "leases": {str(expert): holders[expert] for expert in sorted(holders)},
@@ -131,7 +131,7 @@ def as_json(snapshot: Snapshot, *, rounds: bool = True) -> dict[str, Any]:
         "dead_experts": dead(commit.choices) if commit is not None else [],
         "health": [asdict(trouble) for trouble in examine(snapshot)],
         "last_round": round_facts(commit) if commit is not None else None,
-        "nodes": [_node(snapshot, node) for node in sorted(snapshot.nodes)],
+        "nodes": [_node(snapshot, node, state) for node in sorted(snapshot.nodes)],
     }
     if rounds:
         told["rounds"] = [asdict(line) for line in snapshot.rounds]
@@ -162,9 +162,9 @@ def round_facts(commit: Commit) -> dict[str, Any]:
     }
 
 
-def _node(snapshot: Snapshot, node: NodeId) -> dict[str, Any]:
-    sighting, commit = snapshot.nodes[node], snapshot.commit.document if snapshot.commit is not None else None
-    record, run = sighting.record, snapshot.manifest.document
+def _node(snapshot: Snapshot, node: NodeId, state: str | None) -> dict[str, Any]:
+    sighting, run = snapshot.nodes[node], snapshot.manifest.document
+    record = sighting.record
     step_tokens = run.round.batch_blocks * run.data.block_tokens
     return {
         "id": node,
@@ -174,7 +174,7 @@ def _node(snapshot: Snapshot, node: NodeId) -> dict[str, Any]:
         "seen": sighting.seen,
         "experts": list(record.experts),
         "capacity": record.capacity,
-        "in_sync": commit is not None and record.digest == commit.state,
+        "in_sync": record.digest == state,
         "trained_tokens": record.trained_tokens,
         "tokens_per_second": step_tokens / record.seconds_per_step if record.seconds_per_step else 0.0,
         "utilisation": record.utilisation,

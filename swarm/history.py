@@ -63,7 +63,7 @@ def round_line(commit: Signed[Commit], run: Manifest, *, now: float, seconds: fl
         run: the run.
         now: Unix seconds at which it was adopted, 0 if that is not known.
         seconds: that the round took.
-        bytes_moved: by all nodes since they began.
+        bytes_moved: by all nodes since somebody looks, 0 if that is not known.
     """
     document = commit.document
     trained = sum(share.tokens for share in document.shares.values())
@@ -114,21 +114,28 @@ class History:
         self._path = path
         self._run = run
         self._show = show
-        self._sent: dict[NodeId, int] = {}
-        self._moved = 0
+        self._moved = Moved()
 
     def add(self, commit: Signed[Commit], view: View, seconds: float) -> None:
         """Write one commit down and show it."""
-        line = round_line(commit, self._run, now=time.time(), seconds=seconds, bytes_moved=self._count(view))
+        line = round_line(commit, self._run, now=time.time(), seconds=seconds, bytes_moved=self._moved.count(view))
         with open(self._path, "a") as file:
             file.write(json.dumps(asdict(line)) + "\n")
         self.lines.append(line)
         self._show(line)
 
-    def _count(self, view: View) -> int:
+
+class Moved:
+    """Bytes that nodes have sent since somebody began to look."""
+
+    def __init__(self) -> None:
+        self._sent: dict[NodeId, int] = {}
+        self._total = 0
+
+    def count(self, view: View) -> int:
         """Add what every node has sent since it was last looked at; one that was started again counts from nothing."""
         for node, record in view.nodes.items():
             before = self._sent.get(node, 0)
-            self._moved += record.sent - before if record.sent >= before else record.sent
+            self._total += record.sent - before if record.sent >= before else record.sent
             self._sent[node] = record.sent
-        return self._moved
+        return self._total

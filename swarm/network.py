@@ -18,7 +18,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
-from model.errors import SpesError, Unreachable, UserError
+from model.errors import ClockOff, SpesError, Unreachable, UserError
 from swarm import decoder_guard
 from swarm.identity import Identity, NodeId
 from swarm.p2p_daemon import P2PDaemon, WrongPeer
@@ -43,7 +43,8 @@ BEAM = 8
 MAX_BOOK = 1024
 """Peers kept in the address book."""
 
-UNDIALLED = "peers cannot dial this node: forward the port of --listen, and name it with --announce"
+UNDIALLED = "peers cannot dial this node"
+DIAL_REMEDY = "forward the port of --listen, and name it with --announce"
 
 log = logging.getLogger(__name__)
 
@@ -255,17 +256,17 @@ class Network:
     async def _greet(self, node: NodeId) -> bool:
         """Ping a peer that this node starts from, and let it compare the clocks and dial back; whether it answers.
 
-        Raises UserError when the clocks differ too much: this node's records would be refused.
+        Raises ClockOff when the clocks differ too much: this node's records would be refused.
         """
         try:
             return await self._dht.protocol.call_ping(PeerID.from_base58(node), validate=True) is not None
         except ValidationError as error:
             if "local time" in str(error):
-                raise UserError(
+                raise ClockOff(
                     f"the clock of this machine is off: {error}. Switch on time synchronisation (NTP)"
                 ) from None
             self.is_dialled = False
-            log.warning(UNDIALLED)
+            log.warning("%s: %s", UNDIALLED, DIAL_REMEDY)
             return True
 
     @property

@@ -185,8 +185,10 @@ class Participant:
         Args:
             at_once: end the training of the round after the step it is in; what was reached is handed in.
         """
+        if self._trainer is None:
+            return
         self._wants_pause = True
-        if at_once and self._trainer is not None:
+        if at_once:
             self._trainer.stop()
         self.board.notify()
 
@@ -196,13 +198,18 @@ class Participant:
         self.board.notify()
 
     @property
+    def is_trainer(self) -> bool:
+        """Whether this node trains, or would if it were not paused."""
+        return self._trainer is not None
+
+    @property
     def is_paused(self) -> bool:
         """Whether this node trains nothing, because it was told to."""
         return self._paused
 
     async def until_paused(self) -> None:
         """Wait until a node that was told to pause has done so; one that trains nothing anyway has."""
-        while self._trainer is not None and self._wants_pause and not self._paused:
+        while self._wants_pause and not self._paused:
             if self.replica.store.head is None or self.is_finished():
                 return
             await self.board.changed(LOOK_SECONDS)

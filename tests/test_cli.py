@@ -390,6 +390,8 @@ def test_a_node_pauses_resumes_and_leaves_as_it_is_told(
         main(["ping", "ann", "--peers", swarm.address, "--count", "2", "--json"])
         answer = json.loads(capsys.readouterr().out)
         assert (answer["id"], answer["round"], len(answer["milliseconds"])) == (again["id"], again["round"], 2)
+        assert swarm.rendezvous is not None
+        assert "trains nothing anyway" in refused(capsys, "pause", "--home", swarm.rendezvous.home)
         main(["resume", *home])
         until(lambda seen: seen["round"] > again["round"], "it trains again")
         main(["leave", *home])

@@ -215,7 +215,9 @@ def test_others_need_the_token(tmp_path: Path) -> None:
         status, headers, _ = served.ask(f"/?token={token}")
         assert (status, headers["location"]) == (303, "/"), "it does not stay in the address"
         assert "HttpOnly" in headers["set-cookie"] and "SameSite=Strict" in headers["set-cookie"]
-        assert served.ask("/api/v1/state", Cookie=headers["set-cookie"].partition(";")[0])[0] == 200
+        cookie = headers["set-cookie"].partition(";")[0]
+        assert served.ask("/api/v1/state", Cookie=cookie)[0] == 200
+        assert served.ask("/api/v1/state", Cookie=f"expires=1; a[b]=c; {cookie}; d")[0] == 200
 
 
 def test_metrics_are_open_metrics_with_base_units(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from swarm.documents import Commit
 STATIC = Path(str(files("node.web"))) / "static"
 READY_STATES = frozenset({"training", "averaging", "merging", "following", "paused", "waiting", "finished"})
 """States of a node that holds the state of the run."""
+RECENT_EVENTS = 20
+"""Those that a change comes with; who was away asks for all of them."""
 SILENCE_SECONDS = 10.0
 """A stream of events says at least so often that it lives."""
 API_HEADERS = {"cache-control": "no-store"}
@@ -96,15 +100,19 @@ async def _stream(live: Live) -> AsyncIterator[str]:
             continue
         if snapshot is None:
             return
-        full = as_json(snapshot)
-        rounds, happened = full.pop("rounds"), full["events"]
-        full["events"] = happened[-20:]
         if version:  # before that the page asks for everything
-            for line in rounds:
-                if line["round"] > last_round:
-                    yield _event("round", line)
-        version, last_round = snapshot.version, rounds[-1]["round"] if rounds else -1
-        yield _event("state", full)
+            for line in snapshot.rounds:
+                if line.round > last_round:
+                    yield _event("round", asdict(line))
+        version, last_round = snapshot.version, snapshot.rounds[-1].round if snapshot.rounds else -1
+        yield _state_event(snapshot)
+
+
+@lru_cache(maxsize=1)
+def _state_event(snapshot: Snapshot) -> str:
+    """The same for everybody who looks on."""
+    events = [asdict(event) for event in snapshot.events[-RECENT_EVENTS:]]
+    return _event("state", as_json(snapshot, rounds=False) | {"events": events})
 
 
 def _event(name: str, data: object) -> str:

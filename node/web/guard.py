@@ -3,7 +3,6 @@
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -83,8 +82,9 @@ class Guard:
             await _answer(send, 303, "", {"location": scope["path"], "set-cookie": cookie})
             return False
         told = headers.get("authorization", "").removeprefix("Bearer ")
-        kept = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-        for candidate in (told, kept.value if kept is not None else ""):
+        # not by http.cookies, which reads nothing where another program on this machine has left an odd one
+        cookies = dict(part.strip().partition("=")[::2] for part in headers.get("cookie", "").split(";"))
+        for candidate in (told, cookies.get(COOKIE, "")):
             if hmac.compare_digest(candidate.encode(), self._token.encode()):
                 return True
         await _answer(

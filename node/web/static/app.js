@@ -63,7 +63,7 @@ function Figures({ state, rounds, now }) {
   const last = rounds[rounds.length - 1];
   const here = state.nodes.filter((node) => !GONE.includes(node.state));
   const trainers = here.filter((node) => node.role === "trainer");
-  const moved = rounds.length > 1 ? last.bytes_moved - rounds[rounds.length - 2].bytes_moved : 0;
+  const moved = movedIn(last, rounds[rounds.length - 2]);
   return html`<dl class="figures">
     <${Figure} name="round" value=${state.round ?? "-"} more=${state.run.rounds ? `of ${state.run.rounds}` : "without end"} part=${state.run.rounds ? (state.round ?? 0) / state.run.rounds : null} />
     <${Figure} name="held-out loss" value=${loss(state.heldout_loss)} more=${`training ${loss(state.loss)}`} />
@@ -71,7 +71,7 @@ function Figures({ state, rounds, now }) {
     <${Figure} name="nodes" value=${trainers.length} more=${`train; ${here.length - trainers.length} keep and serve`} />
     <${Figure} name="experts" value=${`${state.experts_covered}/${state.experts}`} more="have an owner" bad=${state.experts_covered < state.experts} />
     <${Figure} name="busy" value=${state.utilisation ? percent(state.utilisation) : "-"} more="of the time in training steps" />
-    <${Figure} name="moved" value=${moved > 0 ? size(moved) : "-"} more="in the last round" />
+    <${Figure} name="moved" value=${moved == null ? "-" : size(moved)} more="in the last round" />
     <${Figure} name="left" value=${state.eta_seconds == null ? "-" : duration(Math.max(0, state.eta_seconds - (now - state.time)))} more=${last ? `a round takes ${duration(last.seconds)}` : ""} />
   </dl>`;
 }
@@ -89,7 +89,7 @@ function Curves({ rounds, chosen, choose }) {
   const trained = rounds.filter((line) => line.round > 0);
   if (!trained.length) return html`<p class="told">The first round is not over yet; curves come with it.</p>`;
   const numbers = trained.map((line) => line.round);
-  const moved = trained.map((line, index) => (index ? Math.max(0, line.bytes_moved - trained[index - 1].bytes_moved) : null));
+  const moved = trained.map((line, index) => movedIn(line, trained[index - 1]));
   return html`
     <${Chart} title="Loss, nats per token" rounds=${numbers} chosen=${chosen} choose=${choose} logarithmic=${true} format=${loss}
       series=${[
@@ -102,6 +102,12 @@ function Curves({ rounds, chosen, choose }) {
       series=${[{ name: "busy", colour: "--wait", values: trained.map((line) => line.utilisation || null) }]} />
     <${Chart} title="Moved in a round, all nodes" rounds=${numbers} chosen=${chosen} choose=${choose} format=${size}
       series=${[{ name: "bytes", colour: "--calm", values: moved }]} />`;
+}
+
+/** Bytes of a round; null where they were not counted, or from nothing again because the node was started anew. */
+function movedIn(line, before) {
+  const known = before?.bytes_moved > 0 && line.bytes_moved >= before.bytes_moved;
+  return known ? line.bytes_moved - before.bytes_moved : null;
 }
 
 function Events({ events }) {
